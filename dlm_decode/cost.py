@@ -1,0 +1,282 @@
+"""The one cost model: analytic FLOPs and KV bytes of what a response ran.
+
+Conventions: FLOPs = 2 x multiply-accumulates of matrix products; norms, activations and rotary embeddings are not
+counted. The language-model layers, the head and the vision encoder are separate lines, because papers count
+different subsets: LOWN's relative cost counts language-model layers only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "Cost",
+    "CostMeter",
+    "Forward",
+    "Geometry",
+    "VisionGeometry",
+    "forward_flops",
+    "head_flops",
+    "kv_bytes_per_token",
+    "vision_flops",
+]
+
+
+@dataclass(frozen=True)
+class VisionGeometry:
+    """Sizes of a vision tower and its projector.
+
+    Attributes:
+        num_layers: encoder layers that run.
+        hidden_size: tower width.
+        intermediate_size: tower MLP width.
+        num_heads: attention heads.
+        tokens_per_tile: patches per image tile.
+        patch_dim: numbers per patch (channels x height x width).
+        projector_dims: widths along the projector, for example `(1152, 4096, 4096)`.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    tokens_per_tile: int
+    patch_dim: int
+    projector_dims: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a language model with gated MLPs.
+
+    Attributes:
+        num_layers: decoder layers.
+        hidden_size: width D.
+        num_heads: query heads.
+        num_kv_heads: key/value heads.
+        head_dim: width of a head.
+        intermediate_size: MLP width.
+        vocab_size: rows of the head.
+        vision: the vision part, `None` for text-only models.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    vision: VisionGeometry | None = None
+
+
+def forward_flops(geometry: Geometry, queries: int, keys: int) -> int:
+    """FLOPs of the decoder layers for one row.
+
+    Args:
+        geometry: model sizes.
+        queries: positions that are fed.
+        keys: positions that are attended to (fed plus cached).
+    """
+    query_dim = geometry.num_heads * geometry.head_dim
+    kv_dim = geometry.num_kv_heads * geometry.head_dim
+    projections = 2 * queries * geometry.hidden_size * (2 * query_dim + 2 * kv_dim)
+    attention = 2 * 2 * queries * keys * query_dim
+    mlp = 3 * 2 * queries * geometry.hidden_size * geometry.intermediate_size
+    return geometry.num_layers * (projections + attention + mlp)
+
+
+def head_flops(geometry: Geometry, positions: int) -> int:
+    """FLOPs of the language-model head at `positions` positions."""
+    return 2 * positions * geometry.hidden_size * geometry.vocab_size
+
+
+def vision_flops(vision: VisionGeometry, tiles: int) -> int:
+    """FLOPs of tower and projector for `tiles` image tiles or video frames."""
+    tokens, width = vision.tokens_per_tile, vision.hidden_size
+    embed = 2 * tokens * vision.patch_dim * width
+    layer = 2 * tokens * 4 * width * width + 2 * 2 * tokens * tokens * width
+    layer += 2 * 2 * tokens * width * vision.intermediate_size
+    widths = vision.projector_dims
+    projector = sum(2 * tokens * a * b for a, b in zip(widths, widths[1:], strict=False))
+    return tiles * (embed + vision.num_layers * layer + projector)
+
+
+def kv_bytes_per_token(geometry: Geometry, bytes_per_number: int) -> int:
+    """Bytes that one position's keys and values take over all layers."""
+    return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * bytes_per_number
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One run of the language model, charged per row by its real (unpadded) length.
+
+    Attributes:
+        view: `"FULL"`, `"TEXT_ONLY"`, ... as named by the view that ran.
+        kind: `"full"` (every position fed), `"suffix"` or `"block"` (cached forwards).
+        rows: batch rows that took part.
+        queries: positions fed, per entry of `rows`.
+        keys: positions attended to, per entry of `rows`.
+        head_positions: positions given to the language-model head, per entry of `rows`.
+        flops: FLOPs of the decoder layers, summed over `rows`.
+        head_flops: FLOPs of the head, summed over `rows`.
+    """
+
+    view: str
+    kind: str
+    rows: tuple[int, ...]
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    head_positions: tuple[int, ...]
+    flops: int
+    head_flops: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The trajectory's form of this forward."""
+        return {
+            "view": self.view,
+            "kind": self.kind,
+            "rows": list(self.rows),
+            "queries": list(self.queries),
+            "keys": list(self.keys),
+            "head_positions": list(self.head_positions),
+            "flops": self.flops,
+            "head_flops": self.head_flops,
+        }
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a `generate` call cost.
+
+    Attributes:
+        flops: decoder layers, all rows and forwards.
+        head_flops: language-model head.
+        vision_flops: tower and projector, once per response.
+        baseline_flops: decoder layers of the baseline sampler with the same settings and no stage, run to its last
+            step (no early stop).
+        calls: model calls; a batched call counts once.
+        forwards: row forwards by `(view, kind)`.
+        baseline_forwards: row forwards of the baseline sampler with the same settings (FULL view).
+        kv_bytes: most bytes of keys and values kept between forwards.
+        prompt_lengths: P per row, after vision stages.
+        visual_tokens: visual tokens that enter the language model, per row.
+        seconds_prefill: from the call to the first step (vision encoder, prompt).
+        seconds_decode: the steps.
+        row_flops: decoder FLOPs per row.
+        row_baseline_flops: `baseline_flops` per row.
+    """
+
+    flops: int
+    head_flops: int
+    vision_flops: int
+    baseline_flops: int
+    calls: int
+    forwards: dict[tuple[str, str], int]
+    baseline_forwards: int
+    kv_bytes: int
+    prompt_lengths: tuple[int, ...]
+    visual_tokens: tuple[int, ...]
+    seconds_prefill: float
+    seconds_decode: float
+    row_flops: tuple[int, ...] = ()
+    row_baseline_flops: tuple[int, ...] = ()
+
+    @property
+    def relative(self) -> float:
+        """Decoder FLOPs relative to the baseline sampler with the same settings."""
+        return self.flops / self.baseline_flops if self.baseline_flops else 0.0
+
+    @property
+    def num_forwards(self) -> int:
+        """Row forwards of every view and kind together."""
+        return sum(self.forwards.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form; forwards are keyed `"VIEW/kind"`."""
+        return {
+            "flops": self.flops,
+            "head_flops": self.head_flops,
+            "vision_flops": self.vision_flops,
+            "baseline_flops": self.baseline_flops,
+            "relative": self.relative,
+            "calls": self.calls,
+            "forwards": {f"{view}/{kind}": n for (view, kind), n in self.forwards.items()},
+            "baseline_forwards": self.baseline_forwards,
+            "kv_bytes": self.kv_bytes,
+            "prompt_lengths": list(self.prompt_lengths),
+            "visual_tokens": list(self.visual_tokens),
+            "seconds_prefill": self.seconds_prefill,
+            "seconds_decode": self.seconds_decode,
+        }
+
+    def summary(self) -> str:
+        """One line for a terminal."""
+        kinds = ", ".join(f"{n} {view} {kind}" for (view, kind), n in self.forwards.items())
+        saved = self.baseline_forwards - self.num_forwards
+        note = f" ({saved} fewer than the schedule)" if saved > 0 else ""
+        return (
+            f"{self.num_forwards} forwards{note}: {kinds or 'none'}; {self.flops / 1e9:.3g} GFLOPs in the decoder "
+            f"({self.relative:.3f} of baseline), {self.head_flops / 1e9:.3g} in the head, "
+            f"{self.vision_flops / 1e9:.3g} in the vision encoder; "
+            f"{self.seconds_prefill:.2f} s prefill, {self.seconds_decode:.2f} s decode"
+        )
+
+
+@dataclass
+class CostMeter:
+    """Charges every forward as it runs.
+
+    Args:
+        geometry: sizes of the model that is charged.
+        num_rows: B.
+    """
+
+    geometry: Geometry
+    num_rows: int
+    calls: int = 0
+    flops: int = 0
+    head_flops: int = 0
+    kv_bytes: int = 0
+    forwards: Counter[tuple[str, str]] = field(default_factory=Counter)
+    row_flops: list[int] = field(default_factory=list)
+    pending: list[Forward] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.row_flops = [0] * self.num_rows
+
+    def charge(
+        self,
+        view: str,
+        kind: str,
+        rows: Sequence[int],
+        queries: Sequence[int],
+        keys: Sequence[int],
+        head_positions: Sequence[int],
+    ) -> None:
+        """Adds one view's share of a model call; lengths are per entry of `rows`."""
+        per_row = [forward_flops(self.geometry, q, k) for q, k in zip(queries, keys, strict=True)]
+        for row, flops in zip(rows, per_row, strict=True):
+            self.row_flops[row] += flops
+        forward = Forward(
+            view=view,
+            kind=kind,
+            rows=tuple(rows),
+            queries=tuple(queries),
+            keys=tuple(keys),
+            head_positions=tuple(head_positions),
+            flops=sum(per_row),
+            head_flops=head_flops(self.geometry, sum(head_positions)),
+        )
+        self.flops += forward.flops
+        self.head_flops += forward.head_flops
+        self.forwards[view, kind] += len(rows)
+        self.pending.append(forward)
+
+    def take_pending(self) -> list[Forward]:
+        """Forwards charged since the last call, for the trajectory's current step."""
+        taken, self.pending = self.pending, []
+        return taken
