@@ -1,0 +1,144 @@
+"""Names for samplers, stages and cache policies, and specs such as `"baseline:remasking=margin"`.
+
+A built-in or third-party class is found in one of three ways: it lies in the package that the registry searches, it is
+registered by the decorator, or an installed distribution names it in the registry's entry-point group.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from dlm_decode.errors import InvalidInputError, UnknownNameError
+
+__all__ = ["Registry", "describe"]
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+class Registry(Generic[T]):
+    """A set of named frozen dataclasses of knobs.
+
+    Args:
+        kind: the word used in messages, for example `"sampler"`.
+        package: import name of the package whose modules register the built-ins.
+        group: entry-point group for third parties.
+    """
+
+    def __init__(self, kind: str, package: str, group: str) -> None:
+        self.kind = kind
+        self.package = package
+        self.group = group
+        self._classes: dict[str, type[T]] = {}
+        self._is_loaded = False
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """Class decorator that makes `name` known.
+
+        Raises:
+            InvalidInputError: the name is taken by another class.
+        """
+
+        def decorate(cls: C) -> C:
+            taken = self._classes.get(name)
+            if taken is not None and taken.__qualname__ != cls.__qualname__:
+                raise InvalidInputError(
+                    f"{self.kind} name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another."
+                )
+            self._classes[name] = cls
+            cls.name = name  # type: ignore[attr-defined]
+            return cls
+
+        return decorate
+
+    def _load(self) -> None:
+        if self._is_loaded:
+            return
+        self._is_loaded = True
+        package = importlib.import_module(self.package)
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{self.package}.{module.name}")
+        for entry in entry_points(group=self.group):
+            if entry.name not in self._classes:
+                self.register(entry.name)(entry.load())
+
+    def names(self) -> list[str]:
+        """Every known name, sorted."""
+        self._load()
+        return sorted(self._classes)
+
+    def get(self, name: str) -> type[T]:
+        """The class behind `name`.
+
+        Raises:
+            UnknownNameError: with the nearest name and the list of what exists.
+        """
+        self._load()
+        if name not in self._classes:
+            raise UnknownNameError(self.kind, name, self._classes)
+        return self._classes[name]
+
+    def make(self, spec: T | str, options: Mapping[str, Any] | None = None) -> T:
+        """An instance from a name, a spec `"name:key=value,key=value"`, or an instance (returned as it is).
+
+        Args:
+            spec: what to make.
+            options: further knobs, which win over those in the spec.
+
+        Raises:
+            UnknownNameError: unknown name or knob.
+            InvalidInputError: a malformed spec, a value that the class rejects, or options beside an instance.
+        """
+        if not isinstance(spec, str):
+            if isinstance(spec, type):
+                raise InvalidInputError(
+                    f"{self.kind} {spec.__name__} is a class; pass an instance, as in {spec.__name__}()."
+                )
+            if options:
+                raise InvalidInputError(
+                    f"options {sorted(options)} were given beside a {self.kind} instance; set them on the instance."
+                )
+            return spec
+        name, _, rest = spec.partition(":")
+        cls = self.get(name.strip())
+        knobs = {**_parse_options(rest, spec), **(options or {})}
+        allowed = {field.name for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+        for key in knobs:
+            if key not in allowed:
+                raise UnknownNameError(f"option of {self.kind} {name!r}", key, allowed)
+        try:
+            return cls(**knobs)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, InvalidInputError):
+                raise
+            raise InvalidInputError(f"{self.kind} {spec!r}: {error}") from error
+
+
+def _parse_options(text: str, spec: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise InvalidInputError(f"cannot read {part!r} in {spec!r}; write name:key=value,key=value.")
+        try:
+            options[key.strip()] = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError):
+            words = {"true": True, "false": False, "none": None}
+            options[key.strip()] = words.get(value.strip().lower(), value.strip())
+    return options
+
+
+def describe(instance: Any) -> dict[str, Any]:
+    """Name and every knob of a registered instance, JSON-ready, for records."""
+    options = {}
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        options[field.name] = describe(value) if is_nested else value
+    return {"name": getattr(instance, "name", type(instance).__name__), "options": options}
