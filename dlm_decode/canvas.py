@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-__all__ = ["IMAGE_TOKEN_ID", "Prompt", "VisualSpan"]
+__all__ = ["IMAGE_TOKEN_ID", "Canvas", "Prompt", "VisualSpan"]
 
 IMAGE_TOKEN_ID = -200
 """Stands in prompt ids for one image or video, and for each of its visual tokens after expansion."""
@@ -49,12 +50,16 @@ class Prompt:
         ids: `(P,)` token ids, `IMAGE_TOKEN_ID` at every visual position.
         is_visual: `(P,)` bool.
         spans: where each image's tokens lie.
+        position_ids: `(P,)` rotary positions; 0..P-1 when `None`. A stage that drops tokens may keep the old numbers.
+        end_position: rotary position of the first canvas token; P when `None`.
     """
 
     embeds: Tensor
     ids: Tensor
     is_visual: Tensor
     spans: tuple[VisualSpan, ...] = ()
+    position_ids: Tensor | None = None
+    end_position: int | None = None
 
     @property
     def length(self) -> int:
@@ -65,3 +70,47 @@ class Prompt:
     def num_visual(self) -> int:
         """V, the number of visual positions (no device read: spans are counted)."""
         return sum(span.length for span in self.spans)
+
+    def positions(self) -> Tensor:
+        """`(P,)` rotary positions of the prompt."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(self.length, device=self.embeds.device)
+
+    @property
+    def next_position(self) -> int:
+        """Rotary position of the first canvas token."""
+        return self.length if self.end_position is None else self.end_position
+
+
+@dataclass
+class Canvas:
+    """The response of each row while it is decoded; the loop is the only writer.
+
+    What is still to be decoded is tracked by `is_open`, not by comparing tokens with the mask id, so a mask id in the
+    prompt or in a predicted token cannot be mistaken for an open position.
+
+    Attributes:
+        tokens: `(B, lead + T)` ids, the mask id at open positions.
+        is_open: `(B, lead + T)` bool.
+        stop_position: `(B,)` first column of the earliest complete stop sequence, `lead + T` while there is none.
+        lead: prompt columns in front of the response. 0, but for `preset="official"` with a mask id in the prompt,
+            which the official program fills like the response.
+    """
+
+    tokens: Tensor
+    is_open: Tensor
+    stop_position: Tensor
+    lead: int = 0
+
+    @classmethod
+    def create(cls, tokens: Tensor, is_open: Tensor, lead: int = 0) -> Canvas:
+        """A canvas without a stop so far; tensors as in the attributes."""
+        num_rows, width = tokens.shape
+        stop = torch.full((num_rows,), width, dtype=torch.long, device=tokens.device)
+        return cls(tokens=tokens, is_open=is_open, stop_position=stop, lead=lead)
+
+    @property
+    def width(self) -> int:
+        """Columns: lead + T."""
+        return self.tokens.shape[1]

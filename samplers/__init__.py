@@ -1,0 +1,46 @@
+"""Samplers: which masked positions are committed with which token. One method per file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dlm_decode.registry import Registry
+
+if TYPE_CHECKING:
+    from dlm_decode.samplers.base import Sampler
+    from dlm_decode.samplers.baseline import Baseline
+
+__all__ = ["Baseline", "get", "make", "names", "register_sampler"]
+
+_registry: Registry[Sampler] = Registry("sampler", "dlm_decode.samplers", "dlm_decode.samplers")
+register_sampler = _registry.register
+
+
+def names() -> list[str]:
+    """Names of all samplers, built in, registered and installed."""
+    return _registry.names()
+
+
+def get(name: str) -> type[Sampler]:
+    """The sampler class called `name`; raises `UnknownNameError`."""
+    return _registry.get(name)
+
+
+def make(spec: Sampler | str, options: Mapping[str, Any] | None = None) -> Sampler:
+    """A sampler from a name, a spec such as `"baseline:remasking=margin"`, or an instance.
+
+    Raises:
+        UnknownNameError: no such sampler or option; the message lists what exists.
+        InvalidInputError: a malformed spec or a value that the sampler rejects.
+    """
+    return _registry.make(spec, options)
+
+
+def __getattr__(name: str) -> Any:
+    """Classes by their own name (`samplers.Baseline`), imported on first use."""
+    for known in _registry.names():
+        cls = _registry.get(known)
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; samplers: {', '.join(names())}")

@@ -1,0 +1,136 @@
+"""From logits at a few positions to a proposed token and how sure the model is of it.
+
+Everything is float32 whatever the dtype of the model: in bfloat16 different confidences collapse to the same number, and
+"most confident first" turns into "leftmost first". The vocabulary is read in slices, so no float32 copy of it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Proposal", "propose", "rank_descending", "select_top"]
+
+_VOCABULARY_SLICE = 16384
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One proposed token for each of N positions.
+
+    Attributes:
+        tokens: `(N,)` long.
+        log_prob: `(N,)` float32 log-probability of the token under the un-noised distribution. NaN where the logits were.
+        margin: `(N,)` float32 top-1 minus top-2 probability, if asked for.
+        entropy: `(N,)` float32 in nats, if asked for.
+    """
+
+    tokens: Tensor
+    log_prob: Tensor
+    margin: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+def propose(
+    logits: Tensor,
+    *,
+    temperature: float = 0.0,
+    uniform: Tensor | None = None,
+    statistics: Collection[str] = (),
+) -> Proposal:
+    """Chooses a token per position and measures its probability.
+
+    The log-probability of the top token is `-log1p(sum of the others' exp(l - l_top))`: near certainty this keeps
+    differences that `softmax` rounds to 1.0, so float32 orders positions as a float64 softmax does.
+
+    Args:
+        logits: `(N, V)`, suppressed entries at -inf. Used as scratch space; its content is restored.
+        temperature: 0 takes the argmax (ties: lowest id); above 0, Gumbel-max sampling from softmax(logits / temperature).
+        uniform: `(N, V)` numbers in [0, 1) for the Gumbel noise, needed when `temperature > 0`.
+        statistics: any of `"margin"` and `"entropy"`.
+
+    Returns:
+        Proposal.
+
+    Source: LLaDA (arXiv 2502.09992), `add_gumbel_noise`: argmax of exp(l) / (-ln u)^T, here in log space.
+    """
+    top, top_token = logits.max(dim=-1, keepdim=True)
+    logits.scatter_(1, top_token, float("-inf"))
+    top = top.float()
+    rest = torch.zeros_like(top)
+    for part in logits.split(_VOCABULARY_SLICE, dim=-1):
+        rest += (part.float() - top).exp_().sum(dim=-1, keepdim=True)
+    top_log_prob = -torch.log1p(rest)
+
+    margin = entropy = None
+    if "margin" in statistics:
+        second = logits.max(dim=-1, keepdim=True).values.float()
+        margin = (top_log_prob.exp() - (second - top + top_log_prob).exp()).squeeze(-1)
+    logits.scatter_(1, top_token, top.to(logits.dtype))
+    if "entropy" in statistics:
+        total = torch.zeros_like(top)
+        for part in logits.split(_VOCABULARY_SLICE, dim=-1):
+            total += torch.special.entr((part.float() - top + top_log_prob).exp_()).sum(dim=-1, keepdim=True)
+        entropy = total.squeeze(-1)
+
+    token, log_prob = top_token, top_log_prob
+    if temperature > 0:
+        if uniform is None:
+            raise AssertionError("temperature > 0 needs uniform numbers")
+        token = _gumbel_argmax(logits, temperature, uniform)
+        log_prob = logits.gather(1, token).float() - top + top_log_prob
+    return Proposal(token.squeeze(-1), log_prob.squeeze(-1), margin, entropy)
+
+
+def _gumbel_argmax(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
+    best, token = None, None
+    start = 0
+    for part in logits.split(_VOCABULARY_SLICE, dim=-1):
+        noise = uniform[:, start : start + part.shape[-1]]
+        noisy = part.to(uniform.dtype) - temperature * torch.log(-torch.log(noise))
+        value, index = noisy.max(dim=-1, keepdim=True)
+        if best is None or token is None:
+            best, token = value, index
+        else:
+            is_better = value > best
+            token = torch.where(is_better, index + start, token)
+            best = torch.where(is_better, value, best)
+        start += part.shape[-1]
+    if token is None:
+        raise AssertionError("logits without a vocabulary")
+    return token
+
+
+def rank_descending(score: Tensor, eligible: Tensor, last: Tensor | None = None) -> Tensor:
+    """Rank of each eligible position by decreasing score; ties go to the lower position.
+
+    Args:
+        score: `(B, T)`.
+        eligible: `(B, T)` bool.
+        last: `(B, T)` bool, positions that rank behind all other eligible ones, whatever their score.
+
+    Returns:
+        `(B, T)` long, 0 for the first; positions that are not eligible rank behind all others.
+    """
+    order = torch.where(eligible, score, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    group = (~eligible).to(torch.int8) * 2
+    if last is not None:
+        group = group + (last & eligible).to(torch.int8)
+    order = order.gather(1, group.gather(1, order).argsort(dim=-1, stable=True))
+    positions = torch.arange(score.shape[1], device=score.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, positions)
+
+
+def select_top(score: Tensor, eligible: Tensor, quota: Tensor, last: Tensor | None = None) -> Tensor:
+    """The `quota` best eligible positions of each row, as `(B, T)` bool.
+
+    Args:
+        score: `(B, T)`, higher is better.
+        eligible: `(B, T)` bool.
+        quota: `(B,)` counts; a row with fewer eligible positions gives all of them.
+        last: `(B, T)` bool, positions to be taken only when no others are left.
+    """
+    return (rank_descending(score, eligible, last) < quota[:, None]) & eligible

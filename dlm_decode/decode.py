@@ -1,0 +1,169 @@
+"""The decode loop: the only place that steps, commits, stops and records, for every model and sampler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dlm_decode.canvas import Canvas
+from dlm_decode.confidence import select_top
+from dlm_decode.errors import DlmError, NumericalError
+from dlm_decode.predictor import Predictor
+from dlm_decode.record import StepRecord
+from dlm_decode.samplers.base import Sampler, Step, StepContext
+from dlm_decode.schedule import BlockSchedule, uniform_quota
+from dlm_decode.settings import Quirks, Settings
+from dlm_decode.stops import update_stop_position
+
+__all__ = ["decode"]
+
+
+@torch.no_grad()
+def decode(
+    predictor: Predictor,
+    sampler: Sampler,
+    settings: Settings,
+    *,
+    stops: Sequence[Sequence[int]] = (),
+    last: tuple[int, ...] = (),
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> None:
+    """Fills `predictor.canvas`.
+
+    Rows advance on their own: each has its block, its step in the block and its stop, so a row's tokens do not depend on
+    its neighbours, and a finished row takes no further part. The host reads the device once per step here, and once in
+    each forward, whatever the number of rows.
+
+    Args:
+        predictor: holds the model, the prompts and the canvas.
+        sampler: decides each step.
+        settings: schedule, preset.
+        stops: stop sequences as ids.
+        last: ids that are committed only when nothing else is left.
+        on_step: called with every step's record.
+
+    Raises:
+        NumericalError: the model returned NaN.
+        DlmError: the sampler committed outside the eligible positions, or the mask id.
+    """
+    canvas, quirks = predictor.canvas, settings.quirks
+    mask_id = predictor.model.special_ids.mask
+    progress = _Progress.create(settings.schedule, canvas, quirks)
+    state = sampler.start(predictor)
+    broken = torch.zeros((), dtype=torch.bool, device=canvas.tokens.device)
+    update_stop_position(canvas, stops, quirks.stop_rule)
+    step_index = 0
+    began = time.perf_counter()
+    while True:
+        eligible = progress.advance(canvas)
+        is_active, has_nan, is_broken = torch.stack([eligible.any(), predictor.has_nan, broken]).tolist()
+        if has_nan:
+            raise NumericalError(
+                f"the model returned NaN at step {step_index}; try dtype=float32 or bfloat16, and check the weights."
+            )
+        if is_broken:
+            raise DlmError(
+                f"sampler {getattr(sampler, 'name', sampler)!r} committed outside the eligible positions, or the mask id."
+            )
+        if not is_active:
+            return
+        context = StepContext(
+            tokens=canvas.tokens,
+            is_open=canvas.is_open,
+            eligible=eligible,
+            quota=progress.quota(),
+            block=progress.block,
+            step_in_block=progress.step,
+            step=step_index,
+            last=last,
+            predictor=predictor,
+        )
+        step = sampler.step(context, state)
+        commit, forced = _at_least_one(step, eligible, quirks)
+        broken |= (commit & ~eligible).any()
+        if not quirks.may_predict_mask:
+            broken |= (commit & (step.tokens == mask_id)).any()
+        canvas.tokens = torch.where(commit, step.tokens, canvas.tokens)
+        canvas.is_open = canvas.is_open & ~(commit & (step.tokens != mask_id))
+        progress.step = progress.step + 1
+        update_stop_position(canvas, stops, quirks.stop_rule)
+        if on_step is not None:
+            now = time.perf_counter()
+            on_step(StepRecord.create(step_index, now - began, context, step, commit, forced, canvas))
+            began = now
+        step_index += 1
+
+
+def _at_least_one(step: Step, eligible: Tensor, quirks: Quirks) -> tuple[Tensor, Tensor]:
+    """The step's commits, with the draft's best position for rows that commit none; and where that was needed."""
+    idle = eligible.any(dim=1) & ~step.commit.any(dim=1)
+    if quirks.blocks_end_after_steps:
+        idle = torch.zeros_like(idle)
+    forced = select_top(step.draft.log_prob, eligible, idle.long())
+    return step.commit | forced, forced
+
+
+@dataclass
+class _Progress:
+    """Each row's place in the schedule; tensors are `(B,)` unless stated."""
+
+    block: Tensor
+    step: Tensor
+    num_open: Tensor
+    starts: Tensor  # (blocks,)
+    ends: Tensor  # (blocks,)
+    steps: Tensor  # (blocks,)
+    membership: Tensor  # (T, blocks)
+    quirks: Quirks
+
+    @classmethod
+    def create(cls, schedule: BlockSchedule, canvas: Canvas, quirks: Quirks) -> _Progress:
+        device, num_rows = canvas.tokens.device, canvas.tokens.shape[0]
+        starts, ends = torch.tensor(schedule.bounds, device=device).T
+        positions = torch.arange(schedule.gen_length, device=device)[:, None]
+        zeros = torch.zeros(num_rows, dtype=torch.long, device=device)
+        return cls(
+            block=zeros - 1,
+            step=zeros,
+            num_open=zeros,
+            starts=starts + canvas.lead,
+            ends=ends + canvas.lead,
+            steps=torch.tensor(schedule.steps_per_block, device=device),
+            membership=((positions >= starts) & (positions < ends)).float(),
+            quirks=quirks,
+        )
+
+    def advance(self, canvas: Canvas) -> Tensor:
+        """Moves rows whose block is done to the next one with open positions; returns the eligible positions."""
+        open_per_block = (canvas.is_open[:, canvas.lead :].float() @ self.membership).long()
+        blocks = torch.arange(len(self.steps), device=self.block.device)
+        current = self.block.clamp_min(0)
+        earliest = self.block
+        if self.quirks.blocks_end_after_steps:
+            is_spent = (self.block >= 0) & (self.step >= self.steps[current])
+            earliest = torch.where(is_spent, self.block + 1, self.block)
+        candidates = (open_per_block > 0) & (blocks >= earliest[:, None])
+        has_block = candidates.any(dim=1)
+        block = torch.where(has_block, candidates.to(torch.int8).argmax(dim=1), current)
+        is_new = has_block & (block != self.block)
+        self.num_open = torch.where(is_new, open_per_block.gather(1, block[:, None])[:, 0], self.num_open)
+        self.step = torch.where(is_new, 0, self.step)
+        self.block = torch.where(has_block, block, self.block)
+
+        columns = torch.arange(canvas.width, device=block.device)
+        stop = canvas.stop_position
+        is_stopped = stop < canvas.width
+        limit = self.ends[block]
+        if self.quirks.stop_rule == "listed":
+            limit = torch.where(is_stopped, stop, limit)
+        else:
+            limit = torch.minimum(limit, stop)
+        is_running = has_block & ~(is_stopped & (stop <= self.starts[block]))
+        return canvas.is_open & (columns < limit[:, None]) & is_running[:, None]
+
+    def quota(self) -> Tensor:
+        return uniform_quota(self.num_open, self.steps[self.block.clamp_min(0)], self.step)

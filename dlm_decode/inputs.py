@@ -1,0 +1,181 @@
+"""From what a caller passes to `generate` to one prepared row per prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dlm_decode.canvas import Prompt
+from dlm_decode.errors import InvalidInputError
+from dlm_decode.media import open_frames, open_image
+
+if TYPE_CHECKING:
+    from dlm_decode.models.base import DiffusionModel
+    from dlm_decode.models.processing import VlmProcessor
+
+__all__ = ["RowInput", "encode_row", "rows_from_embeds", "rows_from_ids", "rows_from_text"]
+
+
+@dataclass(frozen=True)
+class RowInput:
+    """One row before the model has seen it.
+
+    Attributes:
+        question: the user's text, for records.
+        input_ids: `(P0,)` ids with the placeholder id per image; `None` with `embeds`.
+        pixel_values: what `DiffusionModel.encode_prompt` takes.
+        image_sizes: `(width, height)` of each image before preprocessing.
+        modalities: `"image"` or `"video"` per entry.
+        embeds: `(P, D)` ready embeddings.
+    """
+
+    question: str | None = None
+    input_ids: Tensor | None = None
+    pixel_values: Any = None
+    image_sizes: Sequence[tuple[int, int]] | None = None
+    modalities: Sequence[str] | None = None
+    embeds: Tensor | None = None
+
+    @property
+    def num_tiles(self) -> int:
+        """Image tiles and video frames that the vision tower encodes."""
+        pixels = self.pixel_values
+        if pixels is None:
+            return 0
+        parts = [pixels] if isinstance(pixels, Tensor) else list(pixels)
+        return sum(1 if part.dim() == 3 else part.shape[:-3].numel() for part in parts)
+
+
+def rows_from_text(
+    processor: VlmProcessor, prompts: Sequence[str], images: Any, videos: Any, is_batch: bool, drops_token: bool
+) -> list[RowInput]:
+    """Prepares text prompts with their images and videos.
+
+    Args:
+        processor: tokenizer and image processing.
+        prompts: one question per row.
+        images: for a single prompt, one image or a list; for a batch, such a value per row, or `None`.
+        videos: likewise.
+        is_batch: whether `prompts` came as a list.
+        drops_token: the official tokenizer helper's loss of a token after each image.
+
+    Raises:
+        InvalidInputError: an empty prompt, or as many media entries as rows are not there.
+        MediaError: an image or video that cannot be read.
+    """
+    rows = []
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise InvalidInputError(
+                f"prompt {index} is {'empty' if prompt == '' else repr(prompt)}; pass the question as non-empty text."
+            )
+        row_images = _media_of_row(images, index, len(prompts), is_batch, "images")
+        row_videos = _media_of_row(videos, index, len(prompts), is_batch, "videos")
+        inputs = processor(
+            prompt,
+            images=[open_image(image) for image in row_images],
+            videos=[open_frames(video) for video in row_videos],
+            official_token_drop=drops_token,
+        )
+        rows.append(
+            RowInput(
+                question=prompt,
+                input_ids=inputs.input_ids,
+                pixel_values=inputs.pixel_values,
+                image_sizes=inputs.image_sizes,
+                modalities=inputs.modalities,
+            )
+        )
+    return rows
+
+
+def _media_of_row(media: Any, row: int, num_rows: int, is_batch: bool, name: str) -> list[Any]:
+    if media is None:
+        return []
+    if is_batch:
+        if not isinstance(media, (list, tuple)) or len(media) != num_rows:
+            got = len(media) if isinstance(media, (list, tuple)) else type(media).__name__
+            raise InvalidInputError(
+                f"{name} for {num_rows} prompts must be a list with one entry per prompt (an item, a list or None), "
+                f"got {got}."
+            )
+        media = media[row]
+    if media is None:
+        return []
+    return list(media) if isinstance(media, (list, tuple)) else [media]
+
+
+def rows_from_ids(input_ids: Any, pixel_values: Any, image_sizes: Any, modalities: Any) -> list[RowInput]:
+    """Prepares the low-level entry.
+
+    Args:
+        input_ids: `(P0,)` or `(1, P0)` ids for one row; a list of `(P0,)` tensors for a batch, whose other arguments are
+            then lists with one entry per row.
+        pixel_values: preprocessed pixels as `DiffusionModel.encode_prompt` takes them.
+        image_sizes: `(width, height)` per image.
+        modalities: `"image"` or `"video"` per image.
+
+    Raises:
+        InvalidInputError: no ids, a wrong shape, or lists of different lengths.
+    """
+    is_batch = isinstance(input_ids, (list, tuple)) and len(input_ids) > 0 and not isinstance(input_ids[0], int)
+    rows = list(input_ids) if is_batch else [input_ids]
+    extras: list[tuple[Any, Any, Any]] = [(pixel_values, image_sizes, modalities)]
+    if is_batch:
+        lists = []
+        for name, value in (("pixel_values", pixel_values), ("image_sizes", image_sizes), ("modalities", modalities)):
+            if value is not None and len(value) != len(rows):
+                raise InvalidInputError(
+                    f"{name} has {len(value)} entries for {len(rows)} rows of input_ids; give one per row."
+                )
+            lists.append([None] * len(rows) if value is None else list(value))
+        extras = list(zip(*lists, strict=True))
+    prepared = []
+    for ids, (pixels, sizes, kinds) in zip(rows, extras, strict=True):
+        row = torch.as_tensor(ids, dtype=torch.long)
+        if row.dim() == 2 and row.shape[0] == 1:
+            row = row[0]
+        if row.dim() != 1 or row.numel() == 0:
+            raise InvalidInputError(
+                f"input_ids of a row must have shape (P,) with P >= 1, got {tuple(row.shape)}; for a batch pass a list of "
+                "such tensors."
+            )
+        prepared.append(RowInput(input_ids=row, pixel_values=pixels, image_sizes=sizes, modalities=kinds))
+    return prepared
+
+
+def rows_from_embeds(inputs_embeds: Any) -> list[RowInput]:
+    """Prepares ready embeddings: `(P, D)` or `(1, P, D)` for one row, a list of `(P, D)` for a batch.
+
+    Raises:
+        InvalidInputError: another shape.
+    """
+    rows = list(inputs_embeds) if isinstance(inputs_embeds, (list, tuple)) else [inputs_embeds]
+    prepared = []
+    for row in rows:
+        row = row[0] if row.dim() == 3 and row.shape[0] == 1 else row
+        if row.dim() != 2 or row.shape[0] == 0:
+            raise InvalidInputError(f"inputs_embeds of a row must have shape (P, D) with P >= 1, got {tuple(row.shape)}.")
+        prepared.append(RowInput(embeds=row))
+    return prepared
+
+
+def encode_row(model: DiffusionModel, row: RowInput, device: torch.device) -> Prompt:
+    """The row's prompt as the language model reads it."""
+    if row.embeds is not None:
+        embeds = row.embeds.to(device)
+        length = embeds.shape[0]
+        unknown = torch.zeros(length, dtype=torch.long, device=device)
+        return Prompt(embeds=embeds, ids=unknown, is_visual=torch.zeros(length, dtype=torch.bool, device=device))
+    if row.input_ids is None:
+        raise AssertionError("a row needs ids or embeddings")
+    return model.encode_prompt(
+        row.input_ids.to(device),
+        pixel_values=row.pixel_values,
+        image_sizes=row.image_sizes,
+        modalities=row.modalities,
+    )

@@ -1,0 +1,94 @@
+"""What a sampler is: it asks for predictions and says which open positions are committed with which token."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from dlm_decode.predictor import Prediction, Predictor, View
+
+__all__ = ["Sampler", "Step", "StepContext"]
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a sampler may know at one step; B rows, C canvas columns.
+
+    Attributes:
+        tokens: `(B, C)` canvas ids, the mask id at open positions.
+        is_open: `(B, C)` bool, positions that are not committed yet.
+        eligible: `(B, C)` bool, open positions that may be committed now: inside the row's block and before its stop. A
+            row without any is finished.
+        quota: `(B,)` positions that the schedule commits in this step.
+        block: `(B,)` index of each row's block.
+        step_in_block: `(B,)` steps that the row has taken in its block.
+        step: steps of the whole call so far.
+        last: ids that `eos_last` holds back; empty without it.
+        predictor: answers questions; use `predict` and `uniform`.
+    """
+
+    tokens: Tensor
+    is_open: Tensor
+    eligible: Tensor
+    quota: Tensor
+    block: Tensor
+    step_in_block: Tensor
+    step: int
+    last: tuple[int, ...]
+    predictor: Predictor
+
+    def predict(self, view: View, positions: Tensor, statistics: Collection[str] = ()) -> Prediction:
+        """Tokens and confidences at `(B, C)` bool `positions`; costs one forward over the rows that ask."""
+        return self.predictor(view, positions, statistics)
+
+    def uniform(self, positions: Tensor) -> Tensor:
+        """`(B, C)` random numbers in [0, 1) at `positions`, from each row's own generator."""
+        return self.predictor.uniform(positions)
+
+    def held_back(self, tokens: Tensor) -> Tensor | None:
+        """`(B, C)` bool, where `tokens` are ids to be committed last; `None` when `eos_last` is off."""
+        if not self.last:
+            return None
+        held = tokens == self.last[0]
+        for token_id in self.last[1:]:
+            held = held | (tokens == token_id)
+        return held
+
+
+@dataclass(frozen=True)
+class Step:
+    """A sampler's decision.
+
+    Attributes:
+        commit: `(B, C)` bool, positions to fix now.
+        tokens: `(B, C)` long, read where `commit` is set.
+        draft: the prediction that was decided on; the trajectory shows it, and the loop takes its most confident
+            position where a row commits nothing.
+        reasons: `(B, C)` bool masks by reason (`"quota"`, `"threshold"`, `"certificate"`, ...); the first that holds is
+            recorded.
+        info: further `(B,)` tensors for the trajectory, by name.
+        confidence: `(B, C)` probability recorded for each commit; the draft's when `None`.
+    """
+
+    commit: Tensor
+    tokens: Tensor
+    draft: Prediction
+    reasons: Mapping[str, Tensor]
+    info: Mapping[str, Tensor] = field(default_factory=dict)
+    confidence: Tensor | None = None
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A frozen dataclass of knobs with two methods; register it with `@register_sampler("name")`."""
+
+    def start(self, context: Predictor) -> Any:
+        """State of one response, handed to every `step`; `None` where none is needed."""
+        ...
+
+    def step(self, context: StepContext, state: Any) -> Step:
+        """Decides one step. Commits inside `context.eligible` only, at least one position per unfinished row."""
+        ...
