@@ -1,0 +1,32 @@
+"""dlm-decode: one home for decoding masked-diffusion vision-language models.
+
+```python
+import dlm_decode
+
+vlm = dlm_decode.load("tiny")
+out = vlm.generate("What colour is the large circle?", images=["scene.png"])
+print(out.text, out.cost.summary())
+```
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dlm_decode import models, samplers, stages
+    from dlm_decode.vlm import DiffusionVlm, Output, load, shipped_models
+
+__all__ = ["DiffusionVlm", "Output", "load", "models", "samplers", "shipped_models", "stages"]
+
+_LOCATIONS = {name: "dlm_decode.vlm" for name in ("DiffusionVlm", "Output", "load", "shipped_models")}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the heavy parts on first use, so that the command line answers `--help` at once."""
+    if name in _LOCATIONS:
+        return getattr(import_module(_LOCATIONS[name]), name)
+    if name in __all__:
+        return import_module(f"dlm_decode.{name}")
+    raise AttributeError(f"module 'dlm_decode' has no attribute {name!r}")

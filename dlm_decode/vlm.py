@@ -1,0 +1,565 @@
+"""`load` and `generate`: the interface that scripts call."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dlm_decode import models, samplers, vision
+from dlm_decode.canvas import Canvas, Prompt
+from dlm_decode.cost import Cost, CostMeter, forward_flops, vision_flops
+from dlm_decode.decode import decode
+from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.inputs import RowInput, encode_row, rows_from_embeds, rows_from_ids, rows_from_text
+from dlm_decode.predictor import Predictor
+from dlm_decode.record import StepRecord, Trajectory
+from dlm_decode.registry import describe
+from dlm_decode.samplers.base import Sampler
+from dlm_decode.settings import Settings, resolve_settings
+from dlm_decode.track import Tracker, make_tracker
+from dlm_decode.vision.base import Stage
+
+if TYPE_CHECKING:
+    from dlm_decode.models.base import DiffusionModel
+    from dlm_decode.models.processing import VlmProcessor
+
+__all__ = ["DiffusionVlm", "Output", "load", "shipped_models"]
+
+_DATA = Path(__file__).parent / "data"
+Stop = str | int | Sequence[int]
+
+
+def shipped_models() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted(folder.parent.name for folder in _DATA.glob("*/model.safetensors"))
+
+
+def load(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    device_map: str | dict[str, Any] | None = None,
+    attn_implementation: str = "sdpa",
+    mask_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    suppress_token_ids: Sequence[int] | None = None,
+) -> DiffusionVlm:
+    """Loads a model with its tokenizer and image processing.
+
+    Args:
+        name_or_path: a shipped model (`shipped_models()`), a checkpoint folder, or a hub id.
+        dtype: of the weights; what the checkpoint says by default.
+        device: where to put the model; the current default by default. Not together with `device_map`.
+        device_map: as in transformers, for models over several devices.
+        attn_implementation: `"sdpa"`, `"eager"`, `"flash_attention_2"` or `"flex_attention"`.
+        mask_token_id: replaces the checkpoint's; likewise the others.
+        eos_token_id: end of sequence.
+        stop_token_ids: ids that end a response.
+        suppress_token_ids: ids that are never proposed.
+
+    Raises:
+        CheckpointError: an incomplete or contradictory folder.
+        UnknownNameError: a model type that no registered model has.
+        InvalidInputError: no such folder, or arguments that exclude each other.
+    """
+    if device is not None and device_map is not None:
+        raise InvalidInputError("device and device_map exclude each other; pass one of them.")
+    name = str(name_or_path)
+    path = str(_DATA / name) if name in shipped_models() else name
+    processor = models.load_processor(path)
+    model = models.load_model(
+        path,
+        dtype=dtype,
+        device=device,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        mask_token_id=mask_token_id,
+        eos_token_id=eos_token_id,
+        stop_token_ids=stop_token_ids,
+        suppress_token_ids=suppress_token_ids,
+    )
+    return DiffusionVlm(model, processor, name=name, generation_defaults=_generation_defaults(path))
+
+
+def _generation_defaults(path: str) -> dict[str, Any]:
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        path,
+        "generation_config.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+
+
+@dataclass(frozen=True)
+class Output:
+    """What `generate` returns.
+
+    Attributes:
+        text: the answer, or a list of answers for a batch; `None` without a tokenizer.
+        sequences: `(B, T')` ids of the response, cut at the stop, then the suffix; rows are padded on the right.
+        trajectory: every step.
+        cost: FLOPs, forwards, seconds.
+        stop_positions: response position of each row's stop sequence, `None` where none was found.
+    """
+
+    text: str | list[str] | None
+    sequences: Tensor
+    trajectory: Trajectory
+    cost: Cost
+    stop_positions: tuple[int | None, ...]
+
+
+class DiffusionVlm:
+    """A masked-diffusion vision-language model, ready to be asked.
+
+    Args:
+        model: the language model with its vision part.
+        processor: tokenizer and image processing; without it only the low-level entries work.
+        name: for records.
+        generation_defaults: this model's own defaults for `Settings`.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        processor: VlmProcessor | None = None,
+        *,
+        name: str = "",
+        generation_defaults: dict[str, Any] | None = None,
+    ) -> None:
+        self.model = model.eval()
+        self.processor = processor
+        self.name = name or type(model).__name__
+        self.generation_defaults = generation_defaults or {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where prompts and canvas live: with the input embeddings."""
+        return self.model.get_input_embeddings().weight.device
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        images: Any = None,
+        videos: Any = None,
+        *,
+        sampler: Sampler | str = "baseline",
+        stages: Sequence[Stage | str] = (),
+        cache: str | None = None,
+        gen_length: int | None = None,
+        steps: int | None = None,
+        block_length: int | None = None,
+        temperature: float | None = None,
+        cfg_scale: float | None = None,
+        seed: int | Sequence[int] | None = None,
+        eos_last: bool | None = None,
+        preset: str | None = None,
+        stop: Sequence[Stop] | Stop | bool | None = None,
+        suffix: str | Sequence[int] | None = None,
+        prefill: str | Sequence[int] | Sequence[str | Sequence[int] | None] | None = None,
+        suppress_token_ids: Sequence[int] = (),
+        streamer: Any = None,
+        track: Any = None,
+        input_ids: Any = None,
+        pixel_values: Any = None,
+        image_sizes: Any = None,
+        modalities: Any = None,
+        inputs_embeds: Any = None,
+    ) -> Output:
+        """Answers one prompt or a batch.
+
+        Exactly one of `prompt`, `input_ids` and `inputs_embeds` is given. Rows of a batch get the tokens that they would
+        get alone. Lengths left out come from the model's own defaults, then from `Settings`.
+
+        Args:
+            prompt: the question, or a list of questions.
+            images: an image or a list of images for one prompt (path, PIL image or array); one such entry per prompt for
+                a batch.
+            videos: likewise; a video is a file, a folder of frames, or a sequence of images.
+            sampler: name, spec (`"baseline:remasking=margin"`) or instance.
+            stages: vision stages that shrink the prompt, in order; names, specs or instances.
+            cache: name of a cache policy; `None` recomputes everything in each step.
+            gen_length: canvas length in tokens.
+            steps: steps over all blocks; default `gen_length`, one token per step.
+            block_length: positions per block; default `gen_length`, one block.
+            temperature: 0 is greedy.
+            cfg_scale: classifier-free guidance; 0 is off.
+            seed: one number (every row uses it), or one per row.
+            eos_last: commit end-of-sequence ids only when nothing else is left.
+            preset: `"official"` for the official program with its quirks.
+            stop: stop strings, ids or id sequences, in addition to the model's own; `False` for no stop at all. With the
+                official preset only what is given here stops.
+            suffix: text or ids that follow the canvas and are read by the model; appended to `sequences`.
+            prefill: text or ids that the canvas starts from; mask ids in it are decoded, everything else is kept
+                (infilling). For a batch a list with one entry per row.
+            suppress_token_ids: further ids that are never proposed.
+            streamer: object with `put`, `put_draft` and `end`, as transformers' `TextDiffusionStreamer`; one row only.
+            track: `"wandb"`, `"trackio"`, `"jsonl:PATH"`, a tracker, or a list of them.
+            input_ids: ids with the placeholder -200 per image; a list of 1-D tensors for a batch.
+            pixel_values: preprocessed pixels that go with `input_ids`.
+            image_sizes: `(width, height)` of the images that go with `input_ids`.
+            modalities: `"image"` or `"video"` for each.
+            inputs_embeds: `(P, D)` ready prompt embeddings; a list for a batch.
+
+        Returns:
+            Output.
+
+        Raises:
+            InvalidInputError: arguments that cannot work, named with what is allowed.
+            UnknownNameError: an unknown sampler, stage, cache, option or preset, with the nearest name.
+            MediaError: an image or video that cannot be read.
+            NumericalError: NaN logits.
+        """
+        began = time.perf_counter()
+        chosen_sampler = samplers.make(sampler)
+        chosen_stages = [vision.make(stage) for stage in stages]
+        if cache is not None:
+            raise UnknownNameError("cache policy", str(cache), [])
+        settings = resolve_settings(
+            {
+                "gen_length": _prefill_length(prefill, self._encode) if gen_length is None else gen_length,
+                "steps": steps,
+                "block_length": block_length,
+                "temperature": temperature,
+                "cfg_scale": cfg_scale,
+                "seed": tuple(seed) if isinstance(seed, (list, tuple)) else seed,
+                "eos_last": eos_last,
+                "preset": preset,
+            },
+            self.generation_defaults,
+        )
+        stop_ids = self._stop_sequences(stop, settings)
+        suffix_ids = self._ids(suffix, "suffix")
+        tracker = make_tracker(track)
+        rows, is_batch = self._rows(
+            prompt, images, videos, input_ids, pixel_values, image_sizes, modalities, inputs_embeds, settings
+        )
+        if streamer is not None and len(rows) > 1:
+            raise InvalidInputError(f"a streamer shows one row, got {len(rows)} prompts; drop it or pass one prompt.")
+        self._check_pixels(rows)
+        whole = [encode_row(self.model, row, self.device) for row in rows]
+        prompts = []
+        for row_prompt in whole:
+            for stage in chosen_stages:
+                row_prompt = stage.before_lm(row_prompt)
+            prompts.append(row_prompt)
+        self._check_context(whole, settings, len(suffix_ids or ()))
+        canvas = self._canvas(prompts, settings, prefill, is_batch)
+        baseline = [self._baseline_cost(p, canvas, r, settings, len(suffix_ids or ())) for r, p in enumerate(whole)]
+        meter = CostMeter(self.model.geometry, len(rows))
+        predictor = Predictor(
+            self.model,
+            prompts,
+            canvas,
+            settings=settings,
+            generators=self._generators(settings, len(rows)),
+            meter=meter,
+            suffix_ids=None if suffix_ids is None else torch.tensor(suffix_ids),
+            suppressed_ids=self._suppressed(suppress_token_ids, settings),
+        )
+        trajectory = Trajectory(
+            run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts), text_of=self._text_of
+        )
+        if tracker is not None:
+            tracker.start(trajectory.run)
+        if streamer is not None:
+            streamer.put(prompts[0].ids[~prompts[0].is_visual].cpu())
+
+        def on_step(record: StepRecord) -> None:
+            trajectory.steps.append(record)
+            if tracker is not None:
+                tracker.step(record.to_dict(self._text_of))
+            if streamer is not None:
+                streamer.put_draft(canvas.tokens[0, canvas.lead :].cpu())
+
+        _synchronize(self.device)
+        prefilled = time.perf_counter()
+        decode(
+            predictor,
+            chosen_sampler,
+            settings,
+            stops=stop_ids,
+            last=self._last_ids(settings, stop_ids) if settings.eos_last else (),
+            on_step=on_step,
+        )
+        done = time.perf_counter()
+        vision_part = self.model.geometry.vision
+        tiles = sum(row.num_tiles for row in rows)
+        cost = Cost(
+            flops=meter.flops,
+            head_flops=meter.head_flops,
+            vision_flops=vision_flops(vision_part, tiles) if vision_part is not None and tiles else 0,
+            baseline_flops=sum(flops for flops, _ in baseline),
+            calls=meter.calls,
+            forwards=dict(meter.forwards),
+            baseline_forwards=sum(count for _, count in baseline),
+            kv_bytes=meter.kv_bytes,
+            prompt_lengths=tuple(row_prompt.length for row_prompt in prompts),
+            visual_tokens=tuple(int(row_prompt.is_visual.sum()) for row_prompt in prompts),
+            seconds_prefill=prefilled - began,
+            seconds_decode=done - prefilled,
+            row_flops=tuple(meter.row_flops),
+            row_baseline_flops=tuple(flops for flops, _ in baseline),
+        )
+        return self._output(canvas, suffix_ids, is_batch, trajectory, cost, tracker, streamer)
+
+    def _rows(
+        self,
+        prompt: Any,
+        images: Any,
+        videos: Any,
+        input_ids: Any,
+        pixel_values: Any,
+        image_sizes: Any,
+        modalities: Any,
+        inputs_embeds: Any,
+        settings: Settings,
+    ) -> tuple[list[RowInput], bool]:
+        named = {"prompt": prompt, "input_ids": input_ids, "inputs_embeds": inputs_embeds}
+        given = [name for name, value in named.items() if value is not None]
+        if len(given) != 1:
+            raise InvalidInputError(
+                f"pass exactly one of prompt, input_ids and inputs_embeds, got {' and '.join(given) or 'none'}."
+            )
+        if given != ["prompt"] and (images is not None or videos is not None):
+            raise InvalidInputError(f"images and videos go with prompt; with {given[0]} pass pixel_values.")
+        if given != ["input_ids"] and any(value is not None for value in (pixel_values, image_sizes, modalities)):
+            raise InvalidInputError("pixel_values, image_sizes and modalities go with input_ids.")
+        if input_ids is not None:
+            rows = rows_from_ids(input_ids, pixel_values, image_sizes, modalities)
+            return rows, isinstance(input_ids, (list, tuple)) and not isinstance(input_ids[0], int)
+        if inputs_embeds is not None:
+            return rows_from_embeds(inputs_embeds), isinstance(inputs_embeds, (list, tuple))
+        processor = self._require_processor("prompt=")
+        is_batch = not isinstance(prompt, str)
+        prompts = list(prompt) if is_batch else [prompt]
+        if not prompts:
+            raise InvalidInputError("prompt is an empty list; pass at least one question.")
+        drops = settings.quirks.drops_token_after_image
+        return rows_from_text(processor, prompts, images, videos, is_batch, drops), is_batch
+
+    def _require_processor(self, what: str) -> VlmProcessor:
+        if self.processor is None:
+            raise InvalidInputError(
+                f"{what} needs a tokenizer, and {self.name!r} has none; put the tokenizer files into the checkpoint folder, "
+                "or use input_ids= and id lists."
+            )
+        return self.processor
+
+    def _encode(self, text: str) -> list[int]:
+        return self._require_processor("text").encode(text)
+
+    def _ids(self, value: str | Sequence[int] | None, name: str) -> tuple[int, ...] | None:
+        if value is None:
+            return None
+        ids = tuple(self._require_processor(f"{name} as text").encode(value) if isinstance(value, str) else value)
+        if not ids:
+            raise InvalidInputError(f"{name} is empty; leave it out or give at least one token.")
+        return ids
+
+    def _stop_sequences(self, stop: Any, settings: Settings) -> list[tuple[int, ...]]:
+        if stop is True:
+            raise InvalidInputError("stop=True means nothing; pass stop strings or ids, None or False.")
+        if stop is False:
+            return []
+        given = [] if stop is None else [stop] if isinstance(stop, (str, int)) else list(stop)
+        sequences = []
+        for entry in given:
+            ids = self._ids((entry,) if isinstance(entry, int) else entry, "a stop sequence")
+            if ids is not None:
+                sequences.append(ids)
+        if settings.quirks.has_default_stops:
+            special = self.model.special_ids
+            sequences += [(token,) for token in special.stop if (token,) not in sequences]
+        return sequences
+
+    def _last_ids(self, settings: Settings, stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        special = self.model.special_ids
+        single_stops = [stop[0] for stop in stops if len(stop) == 1]
+        ids = {special.eos, special.pad, *special.stop, *single_stops} - {None}
+        return tuple(sorted(int(token) for token in ids if token is not None))
+
+    def _suppressed(self, extra: Sequence[int], settings: Settings) -> list[int]:
+        special, size = self.model.special_ids, self.model.geometry.vocab_size
+        wrong = [token for token in extra if not 0 <= token < size]
+        if wrong:
+            raise InvalidInputError(f"suppress_token_ids {wrong} are outside the vocabulary of {size} ids.")
+        ids = {*special.suppress, *extra}
+        if not settings.quirks.may_predict_mask:
+            ids.add(special.mask)
+        limit = min(size, self.model.num_valid_tokens or size)
+        return sorted(token for token in ids if token < limit)
+
+    def _generators(self, settings: Settings, num_rows: int) -> list[torch.Generator]:
+        seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
+        if len(seeds) != num_rows:
+            raise InvalidInputError(f"seed has {len(seeds)} entries for {num_rows} rows; give one number or one per row.")
+        return [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
+
+    def _check_pixels(self, rows: Sequence[RowInput]) -> None:
+        if any(row.num_tiles for row in rows) and self.model.geometry.vision is None:
+            raise InvalidInputError(f"{self.name!r} is a text-only model and cannot read images; drop images and videos.")
+
+    def _check_context(self, prompts: Sequence[Prompt], settings: Settings, num_suffix: int) -> None:
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        for row, prompt in enumerate(prompts):
+            total = prompt.length + settings.gen_length + num_suffix
+            if limit is not None and total > limit:
+                raise InvalidInputError(
+                    f"prompt {row} has {prompt.length} positions ({prompt.num_visual} visual); with gen_length "
+                    f"{settings.gen_length} and a suffix of {num_suffix} that is {total}, and the model reads at most {limit}; "
+                    "shorten the prompt, use fewer or smaller images, or a smaller gen_length."
+                )
+
+    def _canvas(self, prompts: Sequence[Prompt], settings: Settings, prefill: Any, is_batch: bool) -> Canvas:
+        mask_id, length = self.model.special_ids.mask, settings.gen_length
+        tokens = torch.full((len(prompts), length), mask_id, dtype=torch.long)
+        is_per_row = is_batch and isinstance(prefill, (list, tuple)) and not all(isinstance(x, int) for x in prefill)
+        if is_per_row and len(prefill) != len(prompts):
+            raise InvalidInputError(f"prefill has {len(prefill)} entries for {len(prompts)} rows; give one per row.")
+        for row in range(len(prompts)):
+            ids = self._ids(prefill[row] if is_per_row else prefill, "prefill")
+            if ids is None:
+                continue
+            if len(ids) > length:
+                raise InvalidInputError(
+                    f"prefill has {len(ids)} tokens and gen_length is {length}; use gen_length >= {len(ids)}."
+                )
+            tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
+        is_open = tokens == mask_id
+        lead = 0
+        if settings.quirks.fills_prompt_masks:
+            masked = [(prompt.ids == mask_id).nonzero()[:, 0].tolist() for prompt in prompts]
+            if any(masked):
+                if len(prompts) > 1:
+                    raise InvalidInputError(
+                        "preset 'official' fills mask ids in the prompt, one row at a time; pass one prompt, or preset=None."
+                    )
+                lead = prompts[0].length - masked[0][0]
+                head = prompts[0].ids[None, masked[0][0] :].cpu()
+                tokens = torch.cat([head, tokens], dim=1)
+                is_open = torch.cat([head == mask_id, is_open], dim=1)
+        return Canvas.create(tokens.to(self.device), is_open.to(self.device), lead)
+
+    def _baseline_cost(
+        self, prompt: Prompt, canvas: Canvas, row: int, settings: Settings, num_suffix: int
+    ) -> tuple[int, int]:
+        """FLOPs and forwards of the baseline sampler for one row, with neither stage nor early stop."""
+        is_open = canvas.is_open[row, canvas.lead :].tolist()
+        count = settings.schedule.num_steps(is_open) * (2 if settings.cfg_scale > 0 else 1)
+        length = prompt.length + settings.gen_length + num_suffix
+        return count * forward_flops(self.model.geometry, length, length), count
+
+    def _text_of(self, token: int) -> str:
+        if self.processor is None or token < 0:
+            return f"<{token}>"
+        return self.processor.token_text(token)
+
+    def _run_record(
+        self,
+        sampler: Sampler,
+        stages: Sequence[Stage],
+        settings: Settings,
+        rows: Sequence[RowInput],
+        prompts: Sequence[Prompt],
+    ) -> dict[str, Any]:
+        import transformers
+
+        try:
+            own_version = version("dlm-decode")
+        except PackageNotFoundError:
+            own_version = "uninstalled"
+        fields = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+        return {
+            "type": "run",
+            "version": own_version,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "model": self.name,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "sampler": describe(sampler),
+            "stages": [describe(stage) for stage in stages],
+            "settings": fields,
+            "mask_token_id": self.model.special_ids.mask,
+            "rows": [
+                {
+                    "prompt_length": prompt.length,
+                    "visual_tokens": prompt.num_visual,
+                    "question": row.question,
+                }
+                for row, prompt in zip(rows, prompts, strict=True)
+            ],
+        }
+
+    def _output(
+        self,
+        canvas: Canvas,
+        suffix_ids: tuple[int, ...] | None,
+        is_batch: bool,
+        trajectory: Trajectory,
+        cost: Cost,
+        tracker: Tracker | None,
+        streamer: Any,
+    ) -> Output:
+        width = canvas.width - canvas.lead
+        stops = (canvas.stop_position - canvas.lead).tolist()
+        responses = [
+            [*row[:stop], *(suffix_ids or ())]
+            for row, stop in zip(canvas.tokens[:, canvas.lead :].tolist(), stops, strict=True)
+        ]
+        special = self.model.special_ids
+        filler = special.pad if special.pad is not None else special.eos
+        longest = max(map(len, responses))
+        sequences = torch.full((len(responses), longest), -1 if filler is None else filler, dtype=torch.long)
+        for row, response in enumerate(responses):
+            sequences[row, : len(response)] = torch.tensor(response, dtype=torch.long)
+        texts = None if self.processor is None else [self.processor.decode(response) for response in responses]
+        positions = tuple(stop if stop < width else None for stop in stops)
+        trajectory.end = {
+            "type": "end",
+            "rows": [
+                {"tokens": response, "text": None if texts is None else texts[row], "stop_position": positions[row]}
+                for row, response in enumerate(responses)
+            ],
+            "cost": cost.to_dict(),
+        }
+        if tracker is not None:
+            tracker.finish(trajectory.end)
+        if streamer is not None:
+            streamer.put(sequences[0])
+            streamer.end()
+        text = texts if texts is None or is_batch else texts[0]
+        return Output(text, sequences.to(self.device), trajectory, cost, positions)
+
+
+def _prefill_length(prefill: Any, encode: Any) -> int | None:
+    """Canvas length that a prefill implies: that of its longest entry."""
+    if prefill is None:
+        return None
+    if isinstance(prefill, str):
+        return len(encode(prefill))
+    if all(isinstance(entry, int) for entry in prefill):
+        return len(prefill)
+    lengths = [_prefill_length(entry, encode) for entry in prefill if entry is not None]
+    return max((length for length in lengths if length is not None), default=None)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Waits for queued work, so that prefill seconds are not booked on the first step."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,77 @@
+import pytest
+import torch
+
+from dlm_decode.confidence import propose, rank_descending, select_top
+
+
+@pytest.mark.parametrize("size", [7, 40000])
+def test_matches_float64_softmax(size):
+    logits = torch.randn(6, size, generator=torch.Generator().manual_seed(0)) * 4
+    before = logits.clone()
+    got = propose(logits, statistics=("margin", "entropy"))
+    probabilities = before.double().softmax(-1)
+    top = probabilities.topk(2).values
+    assert torch.equal(got.tokens, before.argmax(-1))
+    assert torch.allclose(got.log_prob.exp().double(), top[:, 0], atol=1e-6)
+    assert torch.allclose(got.margin.double(), top[:, 0] - top[:, 1], atol=1e-6)
+    assert torch.allclose(got.entropy.double(), -(probabilities * probabilities.log()).sum(-1), atol=1e-4)
+    assert torch.equal(logits, before), "logits are scratch space, but must be given back"
+
+
+def test_order_near_certainty_survives_float32():
+    gaps = torch.tensor([18.0, 20.0, 25.0, 30.0])
+    logits = torch.zeros(4, 3)
+    logits[:, 1] = gaps
+    assert torch.equal(logits.softmax(-1)[:, 1], torch.ones(4)), "softmax rounds all of them to 1"
+    log_prob = propose(logits).log_prob
+    assert (log_prob[1:] > log_prob[:-1]).all()
+
+
+def test_bfloat16_logits_are_ordered_as_float32():
+    logits = (torch.arange(64).flip(0)[:, None] / 16 * torch.tensor([[1.0, 0.0]])).to(torch.bfloat16)
+    log_prob = propose(logits.clone()).log_prob
+    assert log_prob.dtype == torch.float32
+    assert len(log_prob.unique()) == len(logits.float().log_softmax(-1)[:, 0].unique()) == 64
+
+
+def test_suppressed_and_tied_logits():
+    logits = torch.tensor([[float("-inf"), 1.0, 1.0, float("-inf")]])
+    got = propose(logits, statistics=("margin", "entropy"))
+    assert got.tokens.item() == 1
+    assert got.log_prob.exp().item() == pytest.approx(0.5)
+    assert got.margin.item() == pytest.approx(0.0, abs=1e-7)
+    assert got.entropy.item() == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_nan_is_kept():
+    assert propose(torch.tensor([[float("nan"), 1.0]])).log_prob.isnan().all()
+
+
+def test_gumbel_equals_published_formula_and_reports_unnoised_probability():
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 20000, generator=generator)
+    uniform = torch.rand(5, 20000, dtype=torch.float64, generator=generator)
+    got = propose(logits, temperature=0.7, uniform=uniform)
+    expected = (logits.double().exp() / (-uniform.log()) ** 0.7).argmax(-1)
+    assert torch.equal(got.tokens, expected)
+    chosen = logits.double().softmax(-1).gather(1, expected[:, None])[:, 0]
+    assert torch.allclose(got.log_prob.exp().double(), chosen, rtol=1e-4)
+
+
+def test_gumbel_samples_the_tempered_distribution():
+    logits = torch.tensor([[1.0, 0.0, -1.0]]).expand(40000, 3).contiguous()
+    uniform = torch.rand(40000, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = propose(logits.clone(), temperature=2.0, uniform=uniform).tokens
+    shares = tokens.bincount(minlength=3) / 40000
+    assert torch.allclose(shares, (logits[0] / 2).softmax(-1), atol=0.01)
+
+
+def test_selection_ties_and_held_back():
+    score = torch.tensor([[1.0, 3.0, 3.0, 2.0, 9.0]])
+    eligible = torch.tensor([[True, True, True, True, False]])
+    assert rank_descending(score, eligible).tolist() == [[3, 0, 1, 2, 4]]
+    assert select_top(score, eligible, torch.tensor([2])).tolist() == [[False, True, True, False, False]]
+    last = torch.tensor([[False, True, False, False, True]])
+    assert rank_descending(score, eligible, last).tolist() == [[2, 3, 0, 1, 4]]
+    assert select_top(score, eligible, torch.tensor([9]), last).sum() == 4
+    assert select_top(score, eligible, torch.tensor([0])).sum() == 0

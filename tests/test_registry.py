@@ -1,0 +1,71 @@
+from dataclasses import dataclass
+
+import pytest
+
+import dlm_decode
+from dlm_decode import samplers, stages
+from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.registry import describe
+from dlm_decode.samplers.baseline import Baseline
+
+
+def test_builtins_are_found():
+    assert "baseline" in samplers.names()
+    assert "stride" in stages.names()
+    assert samplers.get("baseline") is Baseline is samplers.Baseline
+    assert dlm_decode.samplers is samplers
+
+
+def test_spec_and_instance():
+    assert samplers.make("baseline:remasking=margin") == Baseline(remasking="margin")
+    assert samplers.make("baseline", {"remasking": "random"}) == Baseline(remasking="random")
+    instance = Baseline()
+    assert samplers.make(instance) is instance
+    assert describe(instance) == {"name": "baseline", "options": {"remasking": "low_confidence"}}
+    assert stages.make("stride:keep_ratio=0.25").keep_ratio == 0.25
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("basline", "Did you mean 'baseline'"),
+        ("baseline:remaskin=margin", "Did you mean 'remasking'"),
+        ("baseline:remasking=marginal", "Did you mean 'margin'"),
+        ("baseline:margin", "name:key=value"),
+    ],
+)
+def test_mistakes_are_named(spec, message):
+    with pytest.raises(InvalidInputError, match=message):
+        samplers.make(spec)
+
+
+def test_options_beside_an_instance_and_classes_are_refused():
+    with pytest.raises(InvalidInputError, match="set them on the instance"):
+        samplers.make(Baseline(), {"remasking": "margin"})
+    with pytest.raises(InvalidInputError, match="pass an instance"):
+        samplers.make(Baseline)
+
+
+def test_stage_values_are_checked():
+    for value in (0, 1.5, -1, "x"):
+        with pytest.raises(InvalidInputError, match="keep_ratio"):
+            stages.make("stride", {"keep_ratio": value})
+
+
+def test_third_party_sampler_registers_in_one_file():
+    @samplers.register_sampler("mine")
+    @dataclass(frozen=True)
+    class Mine(Baseline):
+        pass
+
+    assert "mine" in samplers.names()
+    assert isinstance(samplers.make("mine:remasking=entropy"), Mine)
+    with pytest.raises(InvalidInputError, match="is taken by"):
+        samplers.register_sampler("mine")(Baseline)
+    assert Baseline.name == "baseline"
+
+
+def test_unknown_name_lists_what_exists():
+    with pytest.raises(UnknownNameError) as caught:
+        samplers.get("nothing like it")
+    assert "baseline" in caught.value.available

@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from dlm_decode.errors import InvalidInputError
+from dlm_decode.schedule import BlockSchedule, uniform_quota
+from dlm_decode.settings import Settings, resolve_settings
+
+
+@pytest.mark.parametrize(
+    ("gen_length", "steps", "block_length", "per_block", "bounds"),
+    [
+        (8, 8, 4, (4, 4), ((0, 4), (4, 8))),
+        (8, 5, 4, (3, 2), ((0, 4), (4, 8))),
+        (5, 4, 2, (2, 1, 1), ((0, 2), (2, 4), (4, 5))),
+        (4, 5, 2, (3, 2), ((0, 2), (2, 4))),
+        (3, 1, 3, (1,), ((0, 3),)),
+    ],
+)
+def test_blocks_and_steps(gen_length, steps, block_length, per_block, bounds):
+    schedule = BlockSchedule(gen_length, steps, block_length)
+    assert schedule.steps_per_block == per_block
+    assert schedule.bounds == bounds
+
+
+def test_fewer_steps_than_blocks_names_all_three_numbers():
+    with pytest.raises(InvalidInputError, match=r"gen_length 4, block_length 2, steps 1.*steps >= 2.*block_length >= 4"):
+        BlockSchedule(4, 1, 2)
+
+
+@pytest.mark.parametrize("triple", [(0, 1, 1), (4, 0, 2), (4, 4, -1), (4, 4, 8), (4, 2.0, 2), (True, 1, 1)])
+def test_impossible_lengths(triple):
+    with pytest.raises(InvalidInputError):
+        BlockSchedule(*triple)
+
+
+@pytest.mark.parametrize("triple", [(5, 4, 2), (4, 5, 2)])
+def test_strict_rejects_remainders(triple):
+    with pytest.raises(InvalidInputError, match="preset 'official'"):
+        BlockSchedule(*triple, is_strict=True)
+    BlockSchedule(*triple)
+
+
+@pytest.mark.parametrize(("num_open", "steps"), [(8, 8), (8, 3), (7, 4), (3, 8), (1, 1), (0, 2)])
+def test_quota_covers_everything_once(num_open, steps):
+    counts = [
+        int(uniform_quota(torch.tensor([num_open]), torch.tensor([steps]), torch.tensor([i]))[0]) for i in range(steps + 2)
+    ]
+    assert sum(counts) == num_open
+    assert counts == sorted(counts, reverse=True)
+    assert max(counts) - min(counts[:steps]) <= 1
+
+
+def test_num_steps_counts_only_steps_that_commit():
+    assert BlockSchedule(16, 32, 8).num_steps() == 16
+    assert BlockSchedule(16, 8, 8).num_steps() == 8
+    assert BlockSchedule(4, 4, 2).num_steps([True, False, False, False]) == 1
+
+
+def test_lengths_follow_the_ones_that_are_named():
+    model = {"gen_length": 32, "steps": 32, "block_length": 32, "other": 1}
+    assert resolve_settings({}, model) == Settings(32, 32, 32)
+    assert resolve_settings({"steps": 8}, model) == Settings(32, 8, 32)
+    assert resolve_settings({"gen_length": 10}, model) == Settings(10, 10, 10)
+    assert resolve_settings({"gen_length": None}, {}) == Settings(64, 64, 64)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1}, {"cfg_scale": float("nan")}, {"preset": "offical"}, {"seed": -1}])
+def test_settings_reject(bad):
+    with pytest.raises(InvalidInputError):
+        Settings(**bad)
