@@ -22,13 +22,15 @@ class Proposal:
     """One proposed token for each of N positions.
 
     Attributes:
-        tokens: `(N,)` long.
-        log_prob: `(N,)` float32 log-probability of the token under the un-noised distribution. NaN where the logits were.
+        tokens: `(N,)` long, the proposed token.
+        top_tokens: `(N,)` long, the argmax; equals `tokens` at temperature 0.
+        log_prob: `(N,)` float32 log-probability of the proposed token under the un-noised distribution. NaN where the logits were.
         margin: `(N,)` float32 top-1 minus top-2 probability, if asked for.
         entropy: `(N,)` float32 in nats, if asked for.
     """
 
     tokens: Tensor
+    top_tokens: Tensor
     log_prob: Tensor
     margin: Tensor | None = None
     entropy: Tensor | None = None
@@ -82,7 +84,7 @@ def propose(
             raise AssertionError("temperature > 0 needs uniform numbers")
         token = _gumbel_argmax(logits, temperature, uniform)
         log_prob = logits.gather(1, token).float() - top + top_log_prob
-    return Proposal(token.squeeze(-1), log_prob.squeeze(-1), margin, entropy)
+    return Proposal(token.squeeze(-1), top_token.squeeze(-1), log_prob.squeeze(-1), margin, entropy)
 
 
 def _gumbel_argmax(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:

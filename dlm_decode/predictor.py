@@ -49,13 +49,15 @@ class Prediction:
     """Proposals at canvas positions; B rows, C canvas columns.
 
     Attributes:
-        tokens: `(B, C)` long; the mask id where nothing was asked.
+        tokens: `(B, C)` long proposed tokens; the mask id where nothing was asked.
+        top_tokens: `(B, C)` long argmax; equals `tokens` at temperature 0.
         log_prob: `(B, C)` float32; -inf where nothing was asked.
         margin: `(B, C)` float32 top-1 minus top-2 probability, if asked for; -inf where nothing was asked.
         entropy: `(B, C)` float32 in nats, if asked for; +inf where nothing was asked.
     """
 
     tokens: Tensor
+    top_tokens: Tensor
     log_prob: Tensor
     margin: Tensor | None = None
     entropy: Tensor | None = None
@@ -109,6 +111,7 @@ class Predictor:
         self.generators = generators
         self.meter = meter
         self.device = canvas.tokens.device
+        self.has_visual = torch.tensor([prompt.num_visual > 0 for prompt in prompts], device=self.device)
         self.has_nan = torch.zeros((), dtype=torch.bool, device=self.device)
         lead = canvas.lead
         self._prompts = [_without_tail(prompt, lead) for prompt in prompts]
@@ -120,6 +123,13 @@ class Predictor:
         self._mask_embed = model.embed(mask_id)[0]
         self._layouts: dict[View, _Layout] = {}
         self._noise_dtype = torch.float32 if self.device.type == "mps" else torch.float64
+
+    @property
+    def padding_ids(self) -> tuple[int, ...]:
+        """Ids that fill the canvas behind an answer: end of sequence, padding and stop ids."""
+        special = self.model.special_ids
+        ids = {special.eos, special.pad, *special.stop}
+        return tuple(sorted(token for token in ids if token is not None))
 
     @property
     def num_suffix(self) -> int:
@@ -160,9 +170,7 @@ class Predictor:
         self.has_nan |= proposal.log_prob.isnan().any()
 
         keys = (where[:, 0], where[:, 1])
-        prediction.tokens.index_put_(keys, proposal.tokens)
-        prediction.log_prob.index_put_(keys, proposal.log_prob)
-        for name in statistics:
+        for name in ("tokens", "top_tokens", "log_prob", *statistics):
             getattr(prediction, name).index_put_(keys, getattr(proposal, name))
         return prediction
 
@@ -186,6 +194,7 @@ class Predictor:
         minus_infinity = torch.full(shape, float("-inf"), device=self.device)
         return Prediction(
             tokens=torch.full_like(self.canvas.tokens, self.model.special_ids.mask),
+            top_tokens=torch.full_like(self.canvas.tokens, self.model.special_ids.mask),
             log_prob=minus_infinity,
             margin=minus_infinity.clone() if "margin" in statistics else None,
             entropy=-minus_infinity if "entropy" in statistics else None,
@@ -288,9 +297,10 @@ class Predictor:
         if len(parts) == 1:
             return parts[0]
         return Proposal(
-            tokens=torch.cat([part.tokens for part in parts]),
-            log_prob=torch.cat([part.log_prob for part in parts]),
-            **{name: torch.cat([getattr(part, name) for part in parts]) for name in statistics},
+            **{
+                name: torch.cat([getattr(part, name) for part in parts])
+                for name in ("tokens", "top_tokens", "log_prob", *statistics)
+            }
         )
 
 

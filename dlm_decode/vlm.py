@@ -293,7 +293,7 @@ class DiffusionVlm:
             chosen_sampler,
             settings,
             stops=stop_ids,
-            last=self._last_ids(settings, stop_ids) if settings.eos_last else (),
+            last=_last_ids(predictor, stop_ids) if settings.eos_last else (),
             on_step=on_step,
         )
         done = time.perf_counter()
@@ -386,12 +386,6 @@ class DiffusionVlm:
             special = self.model.special_ids
             sequences += [(token,) for token in special.stop if (token,) not in sequences]
         return sequences
-
-    def _last_ids(self, settings: Settings, stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        special = self.model.special_ids
-        single_stops = [stop[0] for stop in stops if len(stop) == 1]
-        ids = {special.eos, special.pad, *special.stop, *single_stops} - {None}
-        return tuple(sorted(int(token) for token in ids if token is not None))
 
     def _suppressed(self, extra: Sequence[int], settings: Settings) -> list[int]:
         special, size = self.model.special_ids, self.model.geometry.vocab_size
@@ -545,6 +539,11 @@ class DiffusionVlm:
             streamer.end()
         text = texts if texts is None or is_batch else texts[0]
         return Output(text, sequences.to(self.device), trajectory, cost, positions)
+
+
+def _last_ids(predictor: Predictor, stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Ids that `eos_last` holds back: padding and single-id stops."""
+    return tuple(sorted({*predictor.padding_ids, *(stop[0] for stop in stops if len(stop) == 1)}))
 
 
 def _prefill_length(prefill: Any, encode: Any) -> int | None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from dlm_decode.canvas import Canvas, Prompt
+from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt, VisualSpan
 from dlm_decode.cost import CostMeter, Geometry
 from dlm_decode.decode import decode
 from dlm_decode.predictor import Predictor
@@ -78,16 +78,14 @@ def run(
     last: tuple[int, ...] = (),
     tokens: Tensor | None = None,
     suppressed: tuple[int, ...] = (MASK,),
+    num_visual: int = 0,
 ) -> Run:
-    """Decodes with rows of the given prompt lengths (prompt ids are 1)."""
+    """Decodes with rows of the given prompt lengths; prompt ids are 1, the first `num_visual` of them visual."""
     num_rows = len(prompt_lengths)
     if tokens is None:
         tokens = torch.full((num_rows, settings.gen_length), MASK)
     canvas = Canvas.create(tokens, tokens == MASK)
-    prompts = [
-        Prompt(torch.ones(n, 1), torch.ones(n, dtype=torch.long), torch.zeros(n, dtype=torch.bool))
-        for n in prompt_lengths
-    ]
+    prompts = [_prompt(length, num_visual) for length in prompt_lengths]
     meter = CostMeter(model.geometry, num_rows)
     seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
     predictor = Predictor(
@@ -102,3 +100,10 @@ def run(
     records: list[StepRecord] = []
     decode(predictor, make(sampler), settings, stops=stops or [], last=last, on_step=records.append)
     return Run(canvas.tokens, canvas.is_open, records, canvas, meter)
+
+
+def _prompt(length: int, num_visual: int) -> Prompt:
+    is_visual = torch.arange(length) < num_visual
+    ids = torch.where(is_visual, IMAGE_TOKEN_ID, 1)
+    spans = (VisualSpan(0, num_visual, 0),) if num_visual else ()
+    return Prompt(ids[:, None].float(), ids, is_visual, spans)

@@ -1,0 +1,192 @@
+"""LOWN: selection on tables, routing on models whose two views are known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import EOS, MASK, VOCABULARY, FakeModel, run
+
+from dlm_decode.canvas import IMAGE_TOKEN_ID
+from dlm_decode.errors import InvalidInputError
+from dlm_decode.samplers.lown import Lown, blocked_by_guard, certified_prefix
+from dlm_decode.settings import Settings
+
+
+def ints(values):
+    return torch.tensor([values])
+
+
+def bools(text):
+    return torch.tensor([[char == "1" for char in text]])
+
+
+@pytest.mark.parametrize(
+    ("rank", "agrees", "blocked", "eligible", "expected"),
+    [
+        ([0, 1, 2, 3], "1111", "0000", "1111", "1111"),
+        ([0, 1, 2, 3], "1101", "0000", "1111", "1100"),
+        ([3, 2, 1, 0], "1101", "0000", "1111", "0001"),
+        ([0, 1, 2, 3], "0111", "0000", "1111", "0000"),
+        ([0, 1, 2, 3], "1111", "0010", "1111", "1100"),
+        ([0, 1, 2, 3], "1110", "0000", "1110", "1110"),
+        ([0, 1, 2, 3], "1111", "0000", "0000", "0000"),
+    ],
+)
+def test_certified_prefix(rank, agrees, blocked, eligible, expected):
+    got = certified_prefix(ints(rank), bools(agrees), bools(blocked), bools(eligible))
+    assert torch.equal(got, bools(expected))
+
+
+@pytest.mark.parametrize(
+    ("guard", "exempt", "tokens", "rank", "eligible", "committed", "is_committed", "expected"),
+    [
+        ("scan", (), [3, 4, 3, 5], [0, 1, 2, 3], "1111", [0, 0, 0, 0], "0000", "0010"),
+        ("adjacent", (), [3, 4, 3, 5], [0, 1, 2, 3], "1111", [0, 0, 0, 0], "0000", "0000"),
+        ("adjacent", (), [3, 3, 4, 5], [0, 1, 2, 3], "1111", [0, 0, 0, 0], "0000", "0100"),
+        ("adjacent", (), [3, 3, 4, 5], [1, 0, 2, 3], "1111", [0, 0, 0, 0], "0000", "1000"),
+        ("scan", (), [3, 4, 5, 6], [0, 1, 2, 3], "0111", [4, 0, 0, 0], "1000", "0100"),
+        ("adjacent", (), [3, 4, 5, 6], [0, 1, 2, 3], "1110", [0, 0, 0, 5], "0001", "0010"),
+        ("scan", (8,), [8, 8, 8, 8], [0, 1, 2, 3], "1111", [0, 0, 0, 0], "0000", "0000"),
+        ("scan", (), [8, 8, 8, 8], [0, 1, 2, 3], "1111", [0, 0, 0, 0], "0000", "0111"),
+        (None, (), [3, 3, 3, 3], [0, 1, 2, 3], "1111", [0, 0, 0, 0], "0000", "0000"),
+        ("scan", (), [3, 1, 1, 3], [0, 1, 2, 3], "1001", [0, 0, 0, 0], "0000", "0001"),
+    ],
+)
+def test_guard(guard, exempt, tokens, rank, eligible, committed, is_committed, expected):
+    got = blocked_by_guard(
+        ints(tokens), ints(rank), bools(eligible), ints(committed), bools(is_committed), guard, exempt
+    )
+    assert torch.equal(got, bools(expected))
+
+
+def two_view_model(full: torch.Tensor, text: torch.Tensor, prompt_length: int, num_visual: int) -> FakeModel:
+    """Logits from one table with the picture in the sequence and another without it (packed positions)."""
+    model = FakeModel(lambda positions, tokens: full[positions], vocab_size=full.shape[1])
+
+    def hidden_states(embeds, positions, key_mask=None):
+        model.calls.append(tuple(embeds.shape[:2]))
+        has_visual = (embeds[..., 0] == IMAGE_TOKEN_ID).any(dim=1, keepdim=True)
+        start = torch.where(has_visual, prompt_length, prompt_length - num_visual)
+        index = positions - start + torch.where(has_visual, 0, 1000)
+        return torch.stack([index.float(), embeds[..., 0]], dim=-1)
+
+    model.hidden_states = hidden_states
+    model.logits_of = lambda index, tokens: torch.where(
+        (index >= 500)[:, None], text[(index - 1000) % len(text)], full[index % len(full)]
+    )
+    return model
+
+
+def ladder_table(tokens, scale=1.0):
+    table = torch.zeros(len(tokens), VOCABULARY)
+    for position, token in enumerate(tokens):
+        table[position, token] = scale * (1.0 + (len(tokens) - position) / 4)
+    return table
+
+
+def decode(full_tokens, text_tokens, settings, sampler, num_rows=1, **options):
+    model = two_view_model(ladder_table(full_tokens), ladder_table(text_tokens), 5, 3)
+    return run(model, [5] * num_rows, settings, sampler=sampler, num_visual=3, **options)
+
+
+def test_text_that_always_agrees_needs_one_full_forward():
+    tokens = [0, 1, 2, 3, 4, 5]
+    done = decode(tokens, tokens, Settings(6, 3, 6), Lown())
+    assert done.tokens.tolist() == [tokens]
+    assert done.meter.forwards == {("FULL", "full"): 1, ("TEXT_ONLY", "full"): 1}
+    one_at_a_time = decode(tokens, tokens, Settings(6, 6, 6), Lown(accept="k"))
+    assert one_at_a_time.meter.forwards == {("FULL", "full"): 1, ("TEXT_ONLY", "full"): 5}
+
+
+@pytest.mark.parametrize("settings", [Settings(6, 6, 6), Settings(6, 3, 6), Settings(6, 6, 2), Settings(6, 6, 1)])
+def test_text_that_never_agrees_gives_the_baseline(settings):
+    full, text = [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]
+    done = decode(full, text, settings, Lown())
+    baseline = decode(full, text, settings, "baseline")
+    assert done.tokens.tolist() == baseline.tokens.tolist()
+    assert done.meter.forwards["FULL", "full"] == baseline.meter.forwards["FULL", "full"] == settings.steps
+    assert done.meter.forwards["TEXT_ONLY", "full"] == settings.steps - 1
+
+
+def test_disagreeing_positions_are_committed_first():
+    full, text = [0, 1, 2, 3], [0, 1, 2, 6]
+    done = decode(full, text, Settings(4, 4, 4), Lown(guard=None, accept="k"))
+    steps = [record.commit[0].nonzero()[:, 0].tolist() for record in done.records]
+    assert steps == [[0], [1], [2], [3]]
+    harder = decode(full, [6, 1, 2, 3], Settings(4, 4, 4), Lown(guard=None))
+    assert harder.tokens.tolist() == [full]
+    first = decode(full, [0, 6, 2, 6], Settings(4, 4, 4), Lown(guard=None))
+    assert [r.commit[0].nonzero()[:, 0].tolist() for r in first.records][:2] == [[0], [1]]
+
+
+def test_disagreement_order_differs_from_confidence_order():
+    full = [0, 1, 2, 3]
+    text = [0, 6, 2, 6]
+    # after the first step: position 1 ends the scan; FULL runs and takes 1 (disagrees), then 3 follows before 2
+    by_disagreement = decode(full, text, Settings(4, 4, 4), Lown(guard=None, accept="k"))
+    order = [r.commit[0].nonzero()[:, 0].tolist() for r in by_disagreement.records]
+    assert order == [[0], [1], [2], [3]]
+    paired = decode(full, text, Settings(4, 2, 4), Lown(guard=None, accept="k"))
+    assert [r.commit[0].nonzero()[:, 0].tolist() for r in paired.records] == [[0, 1], [2, 3]]
+    table = decode([0, 1, 2, 3, 4], [0, 6, 2, 3, 6], Settings(5, 5, 5), Lown(guard=None, accept="k"))
+    assert [r.commit[0].nonzero()[:, 0].tolist() for r in table.records][1] == [1]
+
+
+def test_always_k_confidence_is_the_baseline():
+    full, text = [0, 1, 2, 3, 4, 5], [0, 6, 2, 6, 4, 5]
+    sampler = Lown(access="always", accept="k", order="confidence")
+    done = decode(full, text, Settings(6, 4, 3), sampler)
+    baseline = decode(full, text, Settings(6, 4, 3), "baseline")
+    assert done.tokens.tolist() == baseline.tokens.tolist()
+    assert done.meter.forwards == baseline.meter.forwards
+    for ours, theirs in zip(done.records, baseline.records, strict=True):
+        assert torch.equal(ours.commit, theirs.commit)
+
+
+def test_access_schedules_count_full_forwards():
+    full, text = [0, 1, 2, 3, 4, 5, 0, 1], [6] * 8
+    settings = Settings(8, 8, 8)
+    every = decode(full, text, settings, Lown(access="every", every=4, accept="k"))
+    assert every.meter.forwards["FULL", "full"] == 2
+    for seed in (0, 1, 2):
+        random = decode(
+            full, text, Settings(8, 8, 8, seed=seed), Lown(access="random", full_share=0.375, accept="k")
+        )
+        assert random.meter.forwards["FULL", "full"] == 3
+        assert len(random.records) == 8
+
+
+def test_padding_may_repeat_unless_told_otherwise():
+    tokens = [0, EOS, EOS, EOS, EOS, EOS]
+    settings = Settings(6, 6, 6)
+    exempt = decode(tokens, tokens, settings, Lown(guard="scan"))
+    literal = decode(tokens, tokens, settings, Lown(guard="scan", guard_exempt_special=False))
+    assert exempt.meter.forwards["FULL", "full"] == 1
+    assert literal.meter.forwards["FULL", "full"] > 3
+    assert exempt.tokens.tolist() == literal.tokens.tolist() == [tokens]
+
+
+def test_prompts_without_a_picture_fall_back_to_the_baseline():
+    model = two_view_model(ladder_table([0, 1, 2, 3]), ladder_table([0, 1, 2, 3]), 5, 0)
+    done = run(model, [5], Settings(4, 4, 4), sampler=Lown())
+    assert done.meter.forwards == {("FULL", "full"): 4}
+    assert not done.records[0].info["has_visual"].any()
+    assert done.tokens.tolist() == [[0, 1, 2, 3]]
+
+
+def test_rows_route_on_their_own():
+    full, text = [0, 1, 2, 3, 4, 5], [0, 6, 2, 6, 4, 5]
+    tokens = torch.tensor([[MASK] * 6, [0, 1, MASK, MASK, MASK, MASK]])
+    both = decode(full, text, Settings(6, 6, 6), Lown(), num_rows=2, tokens=tokens)
+    for row in range(2):
+        alone = decode(full, text, Settings(6, 6, 6), Lown(), tokens=tokens[row : row + 1])
+        assert alone.tokens[0].tolist() == both.tokens[row].tolist()
+        assert alone.meter.row_flops[0] == both.meter.row_flops[row]
+
+
+@pytest.mark.parametrize(
+    "options", [{"guard": "scna"}, {"access": "allways"}, {"every": 0}, {"full_share": 0}, {"positions": "old"}]
+)
+def test_bad_options(options):
+    with pytest.raises(InvalidInputError):
+        Lown(**options)
