@@ -1,0 +1,70 @@
+"""Special token ids: the one place where they stand as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = ["OFFICIAL", "SpecialIds", "special_ids_of"]
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids that decoding treats specially.
+
+    Attributes:
+        mask: stands at positions that are still to be decoded.
+        bos: begins a prompt.
+        eos: end of sequence.
+        pad: fills rows behind their end.
+        stop: ids that end a response unless the caller says otherwise.
+        suppress: ids that are never proposed.
+    """
+
+    mask: int
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+    stop: tuple[int, ...] = ()
+    suppress: tuple[int, ...] = ()
+
+
+_LLADA = SpecialIds(mask=126336, bos=126080, eos=126081, pad=126081, stop=(126081, 126348))
+
+OFFICIAL: dict[str, SpecialIds] = {
+    "llada": _LLADA,
+    # The official LLaDA-V program forbids end-of-sequence, begin and both header ids; answers end with <|eot_id|>.
+    "llava_llada": replace(_LLADA, stop=(126348,), suppress=(126081, 126080, 126346, 126347)),
+}
+"""By model type, as the published checkpoints use them. Their config files name few of these ids."""
+
+_FIELDS = {
+    "mask": "mask_token_id",
+    "bos": "bos_token_id",
+    "eos": "eos_token_id",
+    "pad": "pad_token_id",
+    "stop": "stop_token_ids",
+    "suppress": "suppress_token_ids",
+}
+
+
+def special_ids_of(config: Any) -> SpecialIds:
+    """A model's special ids: those of its config, else the official ones of its model type.
+
+    A config that names its own mask id describes a vocabulary of its own, so nothing official is mixed into it. The
+    language-model config inside the published LLaDA-V names a `bos_token_id` that no prompt uses; without a mask id
+    beside it, it is not read.
+    """
+    official = OFFICIAL.get(config.model_type)
+    mask = getattr(config, "mask_token_id", None)
+    is_own = mask is not None and (official is None or mask != official.mask)
+    ids = SpecialIds(mask=mask) if is_own or official is None else official
+    if ids.mask is None:
+        raise ValueError(f"config of type {config.model_type!r} names no mask_token_id, and none is known for this type.")
+    changes: dict[str, Any] = {}
+    for field, name in _FIELDS.items():
+        value = getattr(config, name, None)
+        if value is None or (not is_own and field == "bos"):
+            continue
+        changes[field] = tuple(value) if isinstance(value, (list, tuple)) else value
+    return replace(ids, **changes)
