@@ -1,0 +1,116 @@
+"""Scenes in arrays, and the word tokenizer of the tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from dlm_decode.eval.scene_questions import vocabulary
+from dlm_decode.eval.scenes import COLOURS, IMAGE_SIZE, SHAPES, SIZES, Scene, Split, generate_scene
+
+__all__ = ["GRID", "PATCH_SIZE", "ScenePool", "SPECIAL_TOKENS", "build_pool", "build_tokenizer", "pixels_of"]
+
+PATCH_SIZE = 8
+GRID = IMAGE_SIZE // PATCH_SIZE
+NAMES = (*SHAPES, *map(str, range(10)))
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|startoftext|>",
+    "<|mdm_mask|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<unk>",
+)
+CHAT_TEMPLATE = (
+    "{{ '<|startoftext|>' }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+
+
+@dataclass(frozen=True)
+class ScenePool:
+    """Many scenes of one split.
+
+    Attributes:
+        scenes: without their pictures' identity: what is in them.
+        images: `(n, 96, 96, 3)` uint8.
+        names: `(n, 144)` what each patch shows: index into `NAMES`, `len(NAMES)` for background, one more for a texture.
+        colours: `(n, 144)` index into `COLOURS`, `len(COLOURS)` for none.
+        sizes: `(n, 144)` index into `SIZES`, then a digit, then none.
+    """
+
+    scenes: Sequence[Scene]
+    images: np.ndarray
+    names: np.ndarray
+    colours: np.ndarray
+    sizes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+
+def build_pool(count: int, split: Split, first_seed: int = 0, *, photo_share: float = 0.06) -> ScenePool:
+    """Renders scenes `first_seed` to `first_seed + count - 1` of a split, with labels per patch."""
+    num_patches = GRID * GRID
+    images = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    names = np.full((count, num_patches), len(NAMES), dtype=np.int64)
+    colours = np.full((count, num_patches), len(COLOURS), dtype=np.int64)
+    sizes = np.full((count, num_patches), len(SIZES) + 1, dtype=np.int64)
+    scenes = []
+    for index in tqdm(range(count), desc=f"{split} scenes", mininterval=5):
+        scene = generate_scene(first_seed + index, split, photo_share=photo_share)
+        images[index] = np.asarray(scene.image)
+        if scene.is_photo:
+            names[index] = len(NAMES) + 1
+        for item, box in zip(scene.objects, scene.boxes, strict=True):
+            patches = _covered(box)
+            names[index, patches] = NAMES.index(item.name)
+            colours[index, patches] = list(COLOURS).index(item.colour)
+            sizes[index, patches] = list(SIZES).index(item.size) if item.size else len(SIZES)
+        scenes.append(scene)
+    return ScenePool(scenes, images, names, colours, sizes)
+
+
+def _covered(box: tuple[float, float, float, float], share: float = 0.3) -> np.ndarray:
+    """Indices of the patches of which a box covers more than `share`."""
+    edges = np.arange(GRID) * PATCH_SIZE
+    left, top, right, bottom = box
+    width = np.clip(np.minimum(edges + PATCH_SIZE, right) - np.maximum(edges, left), 0, None)
+    height = np.clip(np.minimum(edges + PATCH_SIZE, bottom) - np.maximum(edges, top), 0, None)
+    return np.flatnonzero((height[:, None] * width[None, :]).ravel() > share * PATCH_SIZE**2)
+
+
+def pixels_of(images: np.ndarray) -> Tensor:
+    """`(n, 3, 96, 96)` float32 in [-1, 1] from `(n, 96, 96, 3)` uint8."""
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float().div_(127.5).sub_(1.0)
+
+
+def build_tokenizer(folder: Path) -> None:
+    """Writes a word-level tokenizer with LLaDA's special tokens and a chat template without a system prompt."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL_TOKENS, "\n", "\n\n", "user", "assistant", *vocabulary()]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    pattern = Regex(r"\n\n|\n|[a-z]+|[0-9]|[^\sa-z0-9]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|startoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        mask_token="<|mdm_mask|>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=True,
+    ).save_pretrained(folder)

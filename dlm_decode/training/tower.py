@@ -1,0 +1,134 @@
+"""Stage A: the vision tower learns what each patch shows, from labels."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import SiglipVisionConfig, SiglipVisionModel
+
+from dlm_decode.eval.scenes import COLOURS, SIZES
+from dlm_decode.training.data import NAMES, ScenePool, pixels_of
+
+__all__ = ["VISION_CONFIG", "PatchReader", "encode_pool", "train_tower"]
+
+VISION_CONFIG = {
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 5,  # the last one is never used, as in LLaDA-V
+    "num_attention_heads": 4,
+    "image_size": 96,
+    "patch_size": 8,
+}
+
+
+class PatchReader(nn.Module):
+    """The tower without its last layer, with linear heads for name, colour and size of each patch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = SiglipVisionConfig(**VISION_CONFIG, vision_use_head=False)
+        config.num_hidden_layers -= 1
+        self.tower = SiglipVisionModel(config)
+        width = VISION_CONFIG["hidden_size"]
+        sizes = (len(NAMES) + 2, len(COLOURS) + 1, len(SIZES) + 2)
+        self.heads = nn.ModuleList([nn.Linear(width, size) for size in sizes])
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """`(n, 3, 96, 96)` to `(n, 144, 96)`: states of the last layer, before the final norm."""
+        states = self.tower.embeddings(pixels)
+        for layer in self.tower.encoder.layers:
+            states = layer(states, None)
+        return states
+
+    def forward(self, pixels: Tensor) -> list[Tensor]:
+        """Logits `(n, 144, classes)` of each head."""
+        states = self.features(pixels)
+        return [head(states) for head in self.heads]
+
+
+def _targets(pool: ScenePool, rows: np.ndarray) -> list[Tensor]:
+    return [torch.from_numpy(labels[rows]) for labels in (pool.names, pool.colours, pool.sizes)]
+
+
+def _loss(logits: list[Tensor], targets: list[Tensor]) -> Tensor:
+    """Cross-entropy in which patches of things weigh as much as all background."""
+    is_thing = (targets[0] < len(NAMES)).float()
+    weight = is_thing / is_thing.sum().clamp_min(1) + (1 - is_thing) / (1 - is_thing).sum().clamp_min(1)
+    losses = [
+        functional.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
+        for scores, target in zip(logits, targets, strict=True)
+    ]
+    return sum(((loss * weight).sum() for loss in losses), torch.zeros(()))
+
+
+@torch.no_grad()
+def accuracy(reader: PatchReader, pool: ScenePool, batch: int = 128) -> dict[str, float]:
+    """Share of thing patches with the right name, colour and size, and of digit patches with the right digit."""
+    right, total = np.zeros(4), np.zeros(4)
+    for start in range(0, len(pool), batch):
+        rows = np.arange(start, min(start + batch, len(pool)))
+        targets = _targets(pool, rows)
+        hits = [a.argmax(-1) == b for a, b in zip(reader(pixels_of(pool.images[rows])), targets, strict=True)]
+        is_thing = targets[0] < len(NAMES)
+        is_digit = is_thing & (targets[0] >= 5)
+        for index, (hit, mask) in enumerate([*((hit, is_thing) for hit in hits), (hits[0], is_digit)]):
+            right[index] += float((hit & mask).sum())
+            total[index] += float(mask.sum())
+    return dict(zip(("name", "colour", "size", "digit"), (right / total).round(4).tolist(), strict=True))
+
+
+def train_tower(
+    pool: ScenePool, heldout: ScenePool, path: Path, *, steps: int, seed: int = 0, batch: int = 64, rate: float = 2e-3
+) -> PatchReader:
+    """Trains for `steps`, saving to `path` every 200 steps and resuming from it.
+
+    Returns:
+        The trained reader; a log line with held-out accuracies is printed at each save.
+    """
+    torch.manual_seed(seed)
+    reader = PatchReader()
+    optimizer = torch.optim.AdamW(reader.parameters(), lr=rate, weight_decay=0.02)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    first = 0
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        reader.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        schedule.load_state_dict(saved["schedule"])
+        first = saved["step"]
+    began = time.time()
+    for step in range(first, steps):
+        rows = np.random.default_rng((seed, step)).integers(len(pool), size=batch)
+        loss = _loss(reader(pixels_of(pool.images[rows])), _targets(pool, rows))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if (step + 1) % 200 == 0 or step + 1 == steps:
+            state = {
+                "model": reader.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "schedule": schedule.state_dict(),
+                "step": step + 1,
+            }
+            torch.save(state, path)
+            seconds = time.time() - began
+            print(f"tower step {step + 1} loss {loss.item():.3f} {accuracy(reader, heldout)} {seconds:.0f} s", flush=True)
+    return reader
+
+
+@torch.no_grad()
+def encode_pool(reader: PatchReader, pool: ScenePool, batch: int = 128) -> np.ndarray:
+    """Features `(n, 144, 96)` float16 of every scene."""
+    width = VISION_CONFIG["hidden_size"]
+    features = np.empty((len(pool), pool.names.shape[1], width), dtype=np.float16)
+    for start in range(0, len(pool), batch):
+        rows = slice(start, start + batch)
+        features[rows] = reader.features(pixels_of(pool.images[rows])).half().numpy()
+    return features
