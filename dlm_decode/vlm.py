@@ -88,6 +88,8 @@ def load(
         stop_token_ids=stop_token_ids,
         suppress_token_ids=suppress_token_ids,
     )
+    if processor is not None and processor.num_tokens > model.special_ids.mask:
+        model.num_valid_tokens = processor.num_tokens
     return DiffusionVlm(model, processor, name=name, generation_defaults=_generation_defaults(path))
 
 

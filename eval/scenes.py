@@ -120,30 +120,31 @@ def split_of(objects: tuple[SceneObject, ...]) -> Split:
     return "heldout" if zlib.crc32(text.encode()) % _HELDOUT_SHARE == 0 else "train"
 
 
-def generate_scene(seed: int, split: Split = "train", *, photo_share: float = 0.06) -> Scene:
+def generate_scene(seed: int, split: Split = "train", *, photo_share: float = 0.06, is_dense: bool = False) -> Scene:
     """Scene number `seed` of a split.
 
     Args:
         seed: any whole number of at least 0.
         split: which scenes to draw from.
         photo_share: share of pictures that are no scenes.
+        is_dense: something in every cell, mostly digits; no questions are asked about these, the tower learns from them.
     """
-    rng = random.Random(f"{DATA_VERSION}/{split}/{seed}")
+    rng = random.Random(f"{DATA_VERSION}/{split}/{seed}{'/dense' if is_dense else ''}")
     if rng.random() < photo_share:
         return Scene(split, seed, (), True, (), _texture(rng))
     while True:
-        objects = _layout(rng)
+        objects = _layout(rng, is_dense)
         if split_of(objects) == split:
             break
     image, boxes = _render(objects, split, rng)
     return Scene(split, seed, objects, False, boxes, image)
 
 
-def _layout(rng: random.Random) -> tuple[SceneObject, ...]:
+def _layout(rng: random.Random, is_dense: bool = False) -> tuple[SceneObject, ...]:
     objects = []
-    for cell in sorted(rng.sample(range(9), rng.choice((2, 3, 3, 4, 4, 5)))):
+    for cell in sorted(rng.sample(range(9), 9 if is_dense else rng.choice((2, 3, 3, 4, 4, 5)))):
         colour = rng.choice(list(COLOURS))
-        if rng.random() < 0.4:
+        if rng.random() < (0.65 if is_dense else 0.4):
             objects.append(SceneObject(cell, str(rng.randrange(10)), colour))
         else:
             objects.append(SceneObject(cell, rng.choice(SHAPES), colour, rng.choice(list(SIZES))))

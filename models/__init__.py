@@ -1,0 +1,52 @@
+"""Models: official checkpoints as they are published, without remote code. One model type per file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from dlm_decode.registry import Registry
+
+if TYPE_CHECKING:
+    from dlm_decode.models.base import DiffusionModel
+    from dlm_decode.models.loading import load_model, load_processor
+
+__all__ = ["get", "load_model", "load_processor", "names", "register_model"]
+
+_registry: Registry[DiffusionModel] = Registry("model type", "dlm_decode.models", "dlm_decode.models")
+M = TypeVar("M", bound="type[DiffusionModel]")
+
+
+def register_model(model_type: str):  # noqa: ANN201 - a decorator that returns its argument
+    """Class decorator: makes checkpoints of `model_type` loadable, here and through transformers' Auto classes.
+
+    The class needs `config_class`, whose `model_type` equals the argument.
+    """
+
+    def decorate(cls: M) -> M:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+        AutoConfig.register(model_type, cls.config_class, exist_ok=True)
+        AutoModel.register(cls.config_class, cls, exist_ok=True)
+        AutoModelForCausalLM.register(cls.config_class, cls, exist_ok=True)
+        return _registry.register(model_type)(cls)
+
+    return decorate
+
+
+def names() -> list[str]:
+    """Model types that can be loaded."""
+    return _registry.names()
+
+
+def get(model_type: str) -> type[DiffusionModel]:
+    """The class for a model type; raises `UnknownNameError`."""
+    return _registry.get(model_type)
+
+
+def __getattr__(name: str):  # noqa: ANN202 - any attribute
+    """The loading functions, imported on first use because they import transformers."""
+    if name in ("load_model", "load_processor"):
+        from dlm_decode.models import loading
+
+        return getattr(loading, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dlm_decode.cost import Geometry
+from dlm_decode.models import register_model
 from dlm_decode.models.attention import attend
 from dlm_decode.models.base import DiffusionModel
 from dlm_decode.models.configuration import LLaDAConfig
@@ -139,6 +140,7 @@ class LLaDABackbone(nn.Module):
         return self.norm(hidden)
 
 
+@register_model("llada")
 class LLaDAModelLM(DiffusionModel):
     """LLaDA with its head; also the language part of LLaDA-V.
 

@@ -45,6 +45,7 @@ class ScenePool:
         names: `(n, 144)` what each patch shows: index into `NAMES`, `len(NAMES)` for background, one more for a texture.
         colours: `(n, 144)` index into `COLOURS`, `len(COLOURS)` for none.
         sizes: `(n, 144)` index into `SIZES`, then a digit, then none.
+        is_anchor: `(n, 144)` bool, the patch in which an object's centre lies; one per object.
     """
 
     scenes: Sequence[Scene]
@@ -52,21 +53,25 @@ class ScenePool:
     names: np.ndarray
     colours: np.ndarray
     sizes: np.ndarray
+    is_anchor: np.ndarray
 
     def __len__(self) -> int:
         return len(self.scenes)
 
 
-def build_pool(count: int, split: Split, first_seed: int = 0, *, photo_share: float = 0.06) -> ScenePool:
+def build_pool(
+    count: int, split: Split, first_seed: int = 0, *, photo_share: float = 0.06, is_dense: bool = False
+) -> ScenePool:
     """Renders scenes `first_seed` to `first_seed + count - 1` of a split, with labels per patch."""
     num_patches = GRID * GRID
     images = np.empty((count, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
     names = np.full((count, num_patches), len(NAMES), dtype=np.int64)
     colours = np.full((count, num_patches), len(COLOURS), dtype=np.int64)
     sizes = np.full((count, num_patches), len(SIZES) + 1, dtype=np.int64)
+    is_anchor = np.zeros((count, num_patches), dtype=bool)
     scenes = []
     for index in tqdm(range(count), desc=f"{split} scenes", mininterval=5):
-        scene = generate_scene(first_seed + index, split, photo_share=photo_share)
+        scene = generate_scene(first_seed + index, split, photo_share=photo_share, is_dense=is_dense)
         images[index] = np.asarray(scene.image)
         if scene.is_photo:
             names[index] = len(NAMES) + 1
@@ -75,8 +80,14 @@ def build_pool(count: int, split: Split, first_seed: int = 0, *, photo_share: fl
             names[index, patches] = NAMES.index(item.name)
             colours[index, patches] = list(COLOURS).index(item.colour)
             sizes[index, patches] = list(SIZES).index(item.size) if item.size else len(SIZES)
+            is_anchor[index, _centre(box)] = True
         scenes.append(scene)
-    return ScenePool(scenes, images, names, colours, sizes)
+    return ScenePool(scenes, images, names, colours, sizes, is_anchor)
+
+
+def _centre(box: tuple[float, float, float, float]) -> int:
+    left, top, right, bottom = box
+    return int((top + bottom) / 2 // PATCH_SIZE) * GRID + int((left + right) / 2 // PATCH_SIZE)
 
 
 def _covered(box: tuple[float, float, float, float], share: float = 0.3) -> np.ndarray:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import SiglipVisionConfig, SiglipVisionModel
 
-from dlm_decode.eval.scenes import COLOURS, SIZES
-from dlm_decode.training.data import NAMES, ScenePool, pixels_of
+from dlm_decode.eval.scenes import COLOURS, SHAPES, SIZES
+from dlm_decode.training.data import GRID, NAMES, ScenePool, pixels_of
 
 __all__ = ["VISION_CONFIG", "PatchReader", "encode_pool", "train_tower"]
 
@@ -24,10 +24,11 @@ VISION_CONFIG = {
     "image_size": 96,
     "patch_size": 8,
 }
+_CELL = GRID // 3  # patches along a cell
 
 
 class PatchReader(nn.Module):
-    """The tower without its last layer, with linear heads for name, colour and size of each patch."""
+    """The tower without its last layer, with linear heads for name, colour and size of each patch, anchors and cells."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class PatchReader(nn.Module):
         config.num_hidden_layers -= 1
         self.tower = SiglipVisionModel(config)
         width = VISION_CONFIG["hidden_size"]
-        sizes = (len(NAMES) + 2, len(COLOURS) + 1, len(SIZES) + 2)
+        sizes = (len(NAMES) + 2, len(COLOURS) + 1, len(SIZES) + 2, 2, 9)
         self.heads = nn.ModuleList([nn.Linear(width, size) for size in sizes])
 
     def features(self, pixels: Tensor) -> Tensor:
@@ -52,13 +53,16 @@ class PatchReader(nn.Module):
 
 
 def _targets(pool: ScenePool, rows: np.ndarray) -> list[Tensor]:
-    return [torch.from_numpy(labels[rows]) for labels in (pool.names, pool.colours, pool.sizes)]
+    labels = [labels[rows] for labels in (pool.names, pool.colours, pool.sizes, pool.is_anchor.astype(np.int64))]
+    cells = np.add.outer(np.arange(GRID) // _CELL * 3, np.arange(GRID) // _CELL).ravel()
+    return [torch.from_numpy(array) for array in (*labels, np.tile(cells, (len(rows), 1)))]
 
 
 def _loss(logits: list[Tensor], targets: list[Tensor]) -> Tensor:
-    """Cross-entropy in which patches of things weigh as much as all background."""
-    is_thing = (targets[0] < len(NAMES)).float()
-    weight = is_thing / is_thing.sum().clamp_min(1) + (1 - is_thing) / (1 - is_thing).sum().clamp_min(1)
+    """Cross-entropy in which patches of things weigh as much as all background, and anchors four times as much."""
+    is_thing = (targets[0] < len(NAMES)) * (1.0 + 3.0 * targets[3])
+    is_empty = (targets[0] >= len(NAMES)).float()
+    weight = is_thing / is_thing.sum().clamp_min(1) + is_empty / is_empty.sum().clamp_min(1)
     losses = [
         functional.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
         for scores, target in zip(logits, targets, strict=True)
@@ -68,32 +72,63 @@ def _loss(logits: list[Tensor], targets: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(reader: PatchReader, pool: ScenePool, batch: int = 128) -> dict[str, float]:
-    """Share of thing patches with the right name, colour and size, and of digit patches with the right digit."""
-    right, total = np.zeros(4), np.zeros(4)
+    """Share of objects whose anchor patch shows the right name, colour and size, of digits, and of patches told apart."""
+    hits: dict[str, list[np.ndarray]] = {name: [] for name in ("name", "colour", "size", "digit", "anchor")}
     for start in range(0, len(pool), batch):
         rows = np.arange(start, min(start + batch, len(pool)))
         targets = _targets(pool, rows)
-        hits = [a.argmax(-1) == b for a, b in zip(reader(pixels_of(pool.images[rows])), targets, strict=True)]
-        is_thing = targets[0] < len(NAMES)
-        is_digit = is_thing & (targets[0] >= 5)
-        for index, (hit, mask) in enumerate([*((hit, is_thing) for hit in hits), (hits[0], is_digit)]):
-            right[index] += float((hit & mask).sum())
-            total[index] += float(mask.sum())
-    return dict(zip(("name", "colour", "size", "digit"), (right / total).round(4).tolist(), strict=True))
+        logits = reader(pixels_of(pool.images[rows]))
+        name, colour, size, anchor, _ = (
+            (scores.argmax(-1) == target).numpy() for scores, target in zip(logits, targets, strict=True)
+        )
+        is_anchor = pool.is_anchor[rows]
+        is_digit = is_anchor & (pool.names[rows] >= len(SHAPES))
+        for key, hit, where in (
+            ("name", name, is_anchor),
+            ("colour", colour, is_anchor),
+            ("size", size, is_anchor),
+            ("digit", name, is_digit),
+            ("anchor", anchor, pool.names[rows] < len(NAMES)),
+        ):
+            hits[key].append(hit[where])
+    return {key: round(float(np.concatenate(parts).mean()), 4) for key, parts in hits.items()}
 
 
 def train_tower(
-    pool: ScenePool, heldout: ScenePool, path: Path, *, steps: int, seed: int = 0, batch: int = 64, rate: float = 2e-3
+    pool: ScenePool,
+    heldout: ScenePool,
+    path: Path,
+    *,
+    steps: int,
+    schedule_steps: int | None = None,
+    start: PatchReader | None = None,
+    seed: int = 0,
+    batch: int = 64,
+    rate: float = 2e-3,
 ) -> PatchReader:
     """Trains for `steps`, saving to `path` every 200 steps and resuming from it.
+
+    Args:
+        pool: training scenes.
+        heldout: measured at each save.
+        path: checkpoint.
+        steps: optimizer steps.
+        schedule_steps: length of the learning-rate cycle, if longer than `steps`.
+        start: weights to begin with; fresh ones otherwise.
+        seed: of weights and batches.
+        batch: scenes per step.
+        rate: peak learning rate.
 
     Returns:
         The trained reader; a log line with held-out accuracies is printed at each save.
     """
     torch.manual_seed(seed)
     reader = PatchReader()
+    if start is not None:
+        reader.load_state_dict(start.state_dict())
     optimizer = torch.optim.AdamW(reader.parameters(), lr=rate, weight_decay=0.02)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    cycle = schedule_steps or steps
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=cycle, pct_start=0.1)
     first = 0
     if path.exists():
         saved = torch.load(path, weights_only=True)

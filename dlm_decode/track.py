@@ -1,0 +1,247 @@
+"""Where a run is logged while it goes: wandb, trackio, JSON lines, or several of them.
+
+A tracker takes the records of a trajectory (`dlm_decode.record`) as they come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO, runtime_checkable
+
+from dlm_decode.errors import InvalidInputError, UnknownNameError
+
+__all__ = ["JsonlTracker", "Tracker", "TrackioTracker", "WandbTracker", "make_tracker"]
+
+Record = dict[str, Any]
+_NAMES = ("wandb", "wandb:offline", "wandb:online", "wandb:disabled", "trackio", "jsonl:PATH")
+_PROJECT = "dlm-decode"
+_COLUMNS = ["row", "position", "step", "token", "text", "confidence", "reason", "route"]
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Receives a run: one `start`, a `step` per step, one `finish`."""
+
+    def start(self, run: Record) -> None:
+        """The `run` record: version, model, sampler, settings, rows."""
+        ...
+
+    def step(self, record: Record) -> None:
+        """A `step` record."""
+        ...
+
+    def finish(self, record: Record) -> None:
+        """The `end` record: tokens, texts, cost."""
+        ...
+
+
+def make_tracker(spec: Any) -> Tracker | None:
+    """A tracker from what `generate(track=)` takes.
+
+    Args:
+        spec: `None`, `"wandb"` (mode from WANDB_MODE), `"wandb:offline"`, `"wandb:online"`, `"wandb:disabled"`,
+            `"trackio"`, `"jsonl:PATH"`, a tracker, or a list of these.
+
+    Raises:
+        UnknownNameError: another name.
+        InvalidInputError: `"jsonl:"` without a path, or a package that is not installed.
+    """
+    if spec is None:
+        return None
+    if isinstance(spec, (list, tuple)):
+        parts = [tracker for part in spec if (tracker := make_tracker(part)) is not None]
+        return _Several(parts)
+    if not isinstance(spec, str):
+        if not isinstance(spec, Tracker):
+            raise InvalidInputError(f"a tracker needs start, step and finish; {type(spec).__name__} lacks one of them.")
+        return spec
+    name, _, rest = spec.partition(":")
+    if name == "jsonl":
+        if not rest:
+            raise InvalidInputError("track='jsonl:' lacks a path; write jsonl:runs/out.jsonl.")
+        return JsonlTracker(rest)
+    if name == "wandb" and rest in ("", "offline", "online", "disabled"):
+        return WandbTracker(mode=rest or None)
+    if spec == "trackio":
+        return TrackioTracker()
+    raise UnknownNameError("tracker", spec, _NAMES)
+
+
+class _Several:
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self.trackers = trackers
+
+    def start(self, run: Record) -> None:
+        for tracker in self.trackers:
+            tracker.start(run)
+
+    def step(self, record: Record) -> None:
+        for tracker in self.trackers:
+            tracker.step(record)
+
+    def finish(self, record: Record) -> None:
+        for tracker in self.trackers:
+            tracker.finish(record)
+
+
+class JsonlTracker:
+    """Writes a trajectory file line by line, so that a killed run leaves what it had.
+
+    Args:
+        path: overwritten; missing parent folders are made.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def _write(self, record: Record) -> None:
+        if self._file is None:
+            raise InvalidInputError("start must be called before step and finish.")
+        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def start(self, run: Record) -> None:
+        """Opens the file."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("w", encoding="utf-8")
+        self._write(run)
+
+    def step(self, record: Record) -> None:
+        """Appends a line."""
+        self._write(record)
+
+    def finish(self, record: Record) -> None:
+        """Appends the last line and closes the file."""
+        self._write(record)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def step_scalars(record: Record) -> dict[str, float]:
+    """Numbers of one step: commits, mean confidence, seconds, FLOPs, and row forwards by view and kind."""
+    commits = [commit for row in record["rows"] for commit in row["commits"]]
+    scalars: dict[str, float] = {
+        "commits": len(commits),
+        "seconds": record["seconds"],
+        "flops": sum(forward["flops"] for forward in record["forwards"]),
+        "active_rows": len(record["rows"]),
+    }
+    if commits:
+        scalars["mean_confidence"] = sum(commit[3] for commit in commits) / len(commits)
+    counts: Counter[str] = Counter()
+    for forward in record["forwards"]:
+        counts[f"forwards/{forward['view']}/{forward['kind']}"] += len(forward["rows"])
+    return {**scalars, **counts}
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {key: item for name, part in value.items() for key, item in _flat(f"{prefix}/{name}", part).items()}
+    return {prefix: value}
+
+
+class _RunTracker:
+    """Shared by trackers with runs: scalars per step, a table of commits, a summary."""
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []
+        self._commits: list[list[Any]] = []
+
+    def start(self, run: Record) -> None:
+        """Opens the run, with the record as its config."""
+        self._records, self._commits = [run], []
+        self._open({key: value for key, value in run.items() if key != "type"})
+
+    def step(self, record: Record) -> None:
+        """Logs the step's numbers."""
+        self._records.append(record)
+        for row in record["rows"]:
+            for position, token, text, confidence, reason in row["commits"]:
+                entry = [row["row"], position, record["step"], token, text, confidence, reason, row["route"]]
+                self._commits.append(entry)
+        self._log(step_scalars(record), record["step"])
+
+    def finish(self, record: Record) -> None:
+        """Logs table, summary and viewer page, and closes the run."""
+        self._records.append(record)
+        self._close({**_flat("cost", record["cost"]), "texts": [row["text"] for row in record["rows"]]})
+
+    def _open(self, config: Record) -> None:
+        raise NotImplementedError
+
+    def _log(self, scalars: dict[str, float], step: int) -> None:
+        raise NotImplementedError
+
+    def _close(self, summary: Record) -> None:
+        raise NotImplementedError
+
+
+class WandbTracker(_RunTracker):
+    """A wandb run per call: config, scalars per step, table of commits, summary, and the viewer page.
+
+    Args:
+        mode: `"online"`, `"offline"` or `"disabled"`; `None` leaves it to WANDB_MODE.
+        project: wandb project.
+        folder: where wandb writes; its own default when `None`.
+
+    Raises:
+        InvalidInputError: wandb is not installed.
+    """
+
+    def __init__(self, mode: str | None = None, project: str = _PROJECT, folder: str | Path | None = None) -> None:
+        super().__init__()
+        try:
+            import wandb
+        except ImportError:
+            raise InvalidInputError("track='wandb' needs wandb; install dlm-decode[wandb].") from None
+        self._wandb = wandb
+        self._options: dict[str, Any] = {"project": project, "mode": mode, "dir": None if folder is None else str(folder)}
+        self._run: Any = None
+
+    def _open(self, config: Record) -> None:
+        self._run = self._wandb.init(config=config, reinit="create_new", **self._options)
+
+    def _log(self, scalars: dict[str, float], step: int) -> None:
+        self._run.log(scalars, step=step)
+
+    def _close(self, summary: Record) -> None:
+        from dlm_decode.viewer import render_html
+
+        table = self._wandb.Table(columns=_COLUMNS, data=self._commits)
+        page = self._wandb.Html(render_html(self._records), inject=False)
+        self._run.log({"commits_table": table, "viewer": page})
+        self._run.summary.update(summary)
+        self._run.finish()
+
+
+class TrackioTracker(_RunTracker):
+    """A trackio run per call: config, scalars per step, table of commits.
+
+    Raises:
+        InvalidInputError: trackio is not installed.
+    """
+
+    def __init__(self, project: str = _PROJECT) -> None:
+        super().__init__()
+        try:
+            import trackio
+        except ImportError:
+            raise InvalidInputError("track='trackio' needs trackio; install it with pip install trackio.") from None
+        self._trackio: Any = trackio
+        self._project = project
+
+    def _open(self, config: Record) -> None:
+        self._trackio.init(project=self._project, config=config)
+
+    def _log(self, scalars: dict[str, float], step: int) -> None:
+        self._trackio.log({**scalars, "step": step})
+
+    def _close(self, summary: Record) -> None:
+        numbers = {key: value for key, value in summary.items() if isinstance(value, (int, float))}
+        self._trackio.log(numbers)
+        self._trackio.finish()

@@ -1,0 +1,368 @@
+"""Stages B and C: the language model learns to answer, first from few visual tokens, then from all of them.
+
+Loss: LLaDA's masked cross-entropy (arXiv 2502.09992, supervised fine-tuning) over a response of fixed length, padded with
+the end-of-sequence token. Words that carry the answer weigh more, padding weighs less, and a share of the samples is fully
+masked, because decoding starts there.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dlm_decode.eval.scene_questions import KINDS, SceneSample, ask, score
+from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
+from dlm_decode.models.configuration import LLaDAConfig
+from dlm_decode.models.llada import LLaDAModelLM
+from dlm_decode.training.data import GRID, NAMES, SPECIAL_TOKENS, ScenePool
+
+__all__ = ["CANVAS", "Encoder", "Reader", "Stage", "greedy_answers", "train_language"]
+
+CANVAS = 32
+LANGUAGE_CONFIG = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+}
+_NUM_PATCHES = GRID * GRID
+_NUM_VISUAL = _NUM_PATCHES + 1  # a newline vector follows the patches
+_CONTENT = {*SHAPES, *COLOURS, *SIZES, *"abcd", *map(str, range(10)), "yes", "no", "nothing"}
+_CONTENT |= {word for place in CELL_NAMES for word in place.split()}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stretch of training.
+
+    Attributes:
+        name: for logs and checkpoints.
+        steps: optimizer steps.
+        batch: questions per step.
+        rate: peak learning rate.
+        background: background patches shown per picture; `None` shows every patch.
+        patches: patches shown per object; `None` with `background=None`.
+        final_rate: rate at the end, as a share of `rate`.
+    """
+
+    name: str
+    steps: int
+    batch: int
+    rate: float
+    background: int | None
+    patches: int | None
+    final_rate: float = 0.1
+
+
+class Reader(nn.Module):
+    """Projector, newline vector and language model: everything behind the tower."""
+
+    def __init__(self, vocab_size: int, vision_width: int) -> None:
+        super().__init__()
+        width = int(LANGUAGE_CONFIG["hidden_size"])
+        self.projector = nn.Sequential(nn.Linear(vision_width, width), nn.GELU(), nn.Linear(width, width))
+        self.newline = nn.Parameter(torch.randn(width) * 0.02)
+        self.language = LLaDAModelLM(LLaDAConfig(**LANGUAGE_CONFIG, vocab_size=vocab_size))
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, is_real: Tensor, features: Tensor, visual_index: Tensor
+    ) -> Tensor:
+        """States `(B, 32, D)` of the response.
+
+        Args:
+            tokens: `(B, n)` text ids; the last 32 are the response.
+            positions: `(B, n)` rotary positions of the text.
+            is_real: `(B, v + n)` bool, over visual tokens and text.
+            features: `(B, v - 1, d)` tower features; a newline vector is put behind them.
+            visual_index: `(B, v)` rotary positions of the visual tokens.
+        """
+        text = self.language.embed(tokens)
+        newline = self.newline.expand(len(tokens), 1, -1)
+        embeds = torch.cat([self.projector(features), newline, text], dim=1)
+        order = torch.cat([visual_index, positions], dim=1)
+        mask = None if bool(is_real.all()) else is_real
+        return self.language.hidden_states(embeds, order, mask)[:, -CANVAS:]
+
+
+class Encoder:
+    """Text to ids, in the layout that decoding will use.
+
+    Args:
+        tokenizer: the tiny model's tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.ids: dict[str, int] = tokenizer.get_vocab()
+        self.tokenizer = tokenizer
+        self.pad, self.mask = self.ids["<|endoftext|>"], self.ids["<|mdm_mask|>"]
+        head = "<|startoftext|> <|start_header_id|> user <|end_header_id|> \n\n"
+        self.head = [self.ids[word] for word in head.split(" ")]
+        tail = "<|eot_id|> <|start_header_id|> assistant <|end_header_id|> \n\n"
+        self.tail = [self.ids[word] for word in tail.split(" ")]
+        self.newline = self.ids["\n"]
+        self.weights = torch.ones(len(self.ids))
+        for word, index in self.ids.items():
+            if word in _CONTENT:
+                self.weights[index] = 3.0
+        self.weights[self.pad] = 0.1
+        self.weights[: len(SPECIAL_TOKENS)] = 0.1
+        self.weights[self.ids["."]] = 1.0
+
+    def words(self, text: str) -> list[int]:
+        """Ids of a text whose tokens are separated by spaces."""
+        return [self.ids[word] for word in text.split()]
+
+    def batch(self, samples: list[SceneSample], has_image: np.ndarray) -> dict[str, Tensor]:
+        """Text ids, positions and the response of a batch; the prompt is padded on the left.
+
+        Args:
+            samples: B questions.
+            has_image: `(B,)` bool; without an image no visual positions are counted.
+
+        Returns:
+            `prompt (B, n)`, `positions (B, n + 32)`, `is_real (B, n + 32)`, `response (B, 32)`.
+        """
+        rows = []
+        for sample in samples:
+            rows.append([self.newline, *self.words(sample.question), *self.tail])
+        longest = max(map(len, rows))
+        size = (len(rows), len(self.head) + longest)
+        prompt, response = torch.full(size, self.pad), torch.full((len(rows), CANVAS), self.pad)
+        positions = torch.zeros(len(rows), size[1] + CANVAS, dtype=torch.long)
+        is_real = torch.zeros(len(rows), size[1] + CANVAS, dtype=torch.bool)
+        for row, (ids, sample) in enumerate(zip(rows, samples, strict=True)):
+            start = size[1] - len(ids) - len(self.head)
+            prompt[row, start:] = torch.tensor([*self.head, *ids])
+            answer = self.words(sample.answer)
+            response[row, : len(answer)] = torch.tensor(answer)
+            gap = _NUM_VISUAL if has_image[row] else 0
+            after = torch.arange(len(ids) + CANVAS) + len(self.head) + gap
+            positions[row, start : start + len(self.head)] = torch.arange(len(self.head))
+            positions[row, start + len(self.head) :] = after
+            is_real[row, start:] = True
+        return {"prompt": prompt, "positions": positions, "is_real": is_real, "response": response}
+
+
+class Drawer:
+    """Draws training batches from a pool whose features are known.
+
+    Args:
+        pool: scenes.
+        features: `(n, 144, d)` float16.
+        encoder: text to ids.
+        kind_weights: relative frequency of each kind of question.
+    """
+
+    def __init__(
+        self, pool: ScenePool, features: np.ndarray, encoder: Encoder, kind_weights: dict[str, float] | None = None
+    ) -> None:
+        self.pool, self.features, self.encoder = pool, features, encoder
+        weights = kind_weights or {}
+        self.kinds = list(KINDS)
+        self.kind_weights = [weights.get(kind, 1.0) for kind in self.kinds]
+
+    def samples(self, rng: random.Random, count: int) -> tuple[list[SceneSample], np.ndarray]:
+        """`count` questions and the indices of their scenes; several questions may share a scene."""
+        samples, rows = [], []
+        while len(samples) < count:
+            row = rng.randrange(len(self.pool))
+            scene = self.pool.scenes[row]
+            kind = "photo" if scene.is_photo else rng.choices(self.kinds, self.kind_weights)[0]
+            sample = ask(scene, kind, rng)
+            if sample is not None:
+                samples.append(sample)
+                rows.append(row)
+        return samples, np.array(rows)
+
+    def visual(
+        self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Features `(B, v - 1, d)`, rotary positions `(B, v)` and which are real, as the stage shows them."""
+        start = len(self.encoder.head)
+        if stage.background is None or stage.patches is None:
+            index = np.broadcast_to(np.arange(_NUM_PATCHES), (len(rows), _NUM_PATCHES))
+            is_shown = np.ones(index.shape, dtype=bool)
+        else:
+            width = 5 * stage.patches + stage.background
+            index = np.zeros((len(rows), width), dtype=np.int64)
+            is_shown = np.zeros((len(rows), width), dtype=bool)
+            for place, row in enumerate(rows):
+                chosen = self._choose(row, stage, numbers)[:width]
+                index[place, : len(chosen)] = chosen
+                is_shown[place, : len(chosen)] = True
+        features = torch.from_numpy(self.features[rows[:, None], index]).float()
+        ends = np.full((len(rows), 1), _NUM_PATCHES)
+        positions = torch.from_numpy(np.concatenate([index, ends], axis=1)) + start
+        is_real = np.concatenate([is_shown, np.ones((len(rows), 1), dtype=bool)], axis=1) & has_image[:, None]
+        return features, positions, torch.from_numpy(is_real)
+
+    def _choose(self, row: int, stage: Stage, numbers: np.random.Generator) -> np.ndarray:
+        names = self.pool.names[row]
+        chosen = []
+        for item in self.pool.scenes[row].objects:
+            down, right = divmod(item.cell, 3)
+            cells = np.arange(_NUM_PATCHES).reshape(GRID, GRID)
+            cells = cells[down * 4 : down * 4 + 4, right * 4 : right * 4 + 4].ravel()
+            inside = cells[names[cells] < len(NAMES)]
+            chosen.append(numbers.permutation(inside)[: stage.patches])
+        others = np.flatnonzero(names >= len(NAMES))
+        chosen.append(numbers.choice(others, size=min(len(others), stage.background or 0), replace=False))
+        return np.sort(np.concatenate(chosen))
+
+    def batch(self, stage: Stage, seed: int, step: int) -> dict[str, Tensor]:
+        """Everything that a training step needs, a function of `(seed, stage, step)`."""
+        rng = random.Random(f"{seed}/{stage.name}/{step}")
+        numbers = np.random.default_rng(rng.getrandbits(64))
+        samples, rows = self.samples(rng, stage.batch)
+        has_image = numbers.random(len(rows)) >= 0.05
+        text = self.encoder.batch(samples, has_image)
+        features, visual_positions, visual_real = self.visual(rows, stage, has_image, numbers)
+        ratio = torch.from_numpy(numbers.random((len(rows), 1)))
+        is_full = torch.from_numpy(numbers.random((len(rows), 1)) < 0.3)
+        is_masked = torch.from_numpy(numbers.random((len(rows), CANVAS))) < torch.where(is_full, 1.0, ratio)
+        noisy = torch.where(is_masked, self.encoder.mask, text["response"])
+        return {
+            "tokens": torch.cat([text["prompt"], noisy], dim=1),
+            "positions": text["positions"],
+            "is_real": torch.cat([visual_real, text["is_real"]], dim=1),
+            "features": features,
+            "visual_index": visual_positions,
+            "response": text["response"],
+            "is_masked": is_masked,
+        }
+
+
+_INPUTS = ("tokens", "positions", "is_real", "features", "visual_index")
+
+
+def _step_loss(reader: Reader, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
+    states = reader(*(batch[name] for name in _INPUTS))
+    where = batch["is_masked"].nonzero(as_tuple=True)
+    targets = batch["response"][where]
+    losses = functional.cross_entropy(reader.language.logits(states[where]), targets, reduction="none")
+    weight = weights[targets]
+    return (losses * weight).sum() / weight.sum().clamp_min(1e-6)
+
+
+@torch.no_grad()
+def greedy_answers(
+    reader: Reader,
+    drawer: Drawer,
+    samples: list[SceneSample],
+    rows: np.ndarray,
+    stage: Stage,
+    *,
+    has_image: bool = True,
+    per_step: int = 2,
+) -> list[str]:
+    """Answers by low-confidence decoding, `per_step` positions at a time; a quick check during training."""
+    encoder, answers = drawer.encoder, []
+    for start in range(0, len(samples), 64):
+        part, part_rows = samples[start : start + 64], rows[start : start + 64]
+        seen = np.full(len(part), has_image)
+        text = encoder.batch(part, seen)
+        visual = drawer.visual(part_rows, stage, seen, np.random.default_rng(0))
+        response = torch.full((len(part), CANVAS), encoder.mask)
+        is_real = torch.cat([visual[2], text["is_real"]], dim=1)
+        while bool((response == encoder.mask).any()):
+            tokens = torch.cat([text["prompt"], response], dim=1)
+            logits = reader.language.logits(reader(tokens, text["positions"], is_real, visual[0], visual[1]))
+            logits[..., encoder.mask] = float("-inf")
+            confidence, token = logits.softmax(-1).max(-1)
+            confidence[response != encoder.mask] = -1
+            best = confidence.topk(per_step, dim=1).indices
+            response.scatter_(1, best, token.gather(1, best))
+        answers += encoder.tokenizer.batch_decode(response, skip_special_tokens=True)
+    return answers
+
+
+def train_language(
+    drawer: Drawer,
+    heldout: Drawer,
+    stages: list[Stage],
+    folder: Path,
+    *,
+    vocab_size: int,
+    seed: int = 0,
+    evaluate_every: int = 500,
+) -> Reader:
+    """Runs the stages in order; saves to `folder/language.pt` at every evaluation and resumes from it.
+
+    Batches are a function of the step, so a run that was killed and resumed ends with the same weights. Held-out
+    accuracies by kind are appended to `folder/log.jsonl`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "language.pt"
+    torch.manual_seed(seed)
+    reader = Reader(vocab_size, drawer.features.shape[-1])
+    saved = torch.load(path, weights_only=True) if path.exists() else None
+    if saved:
+        reader.load_state_dict(saved["model"])
+    for number, stage in enumerate(stages):
+        if saved and saved["stage"] > number:
+            continue
+        optimizer = torch.optim.AdamW(reader.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02)
+        first = 0
+        if saved and saved["stage"] == number:
+            optimizer.load_state_dict(saved["optimizer"])
+            first = saved["step"]
+        began, total = time.time(), 0.0
+        for step in range(first, stage.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = _rate(stage, step)
+            loss = _step_loss(reader, drawer.batch(stage, seed, step), drawer.encoder.weights)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
+            optimizer.step()
+            total += loss.item()
+            if (step + 1) % evaluate_every == 0 or step + 1 == stage.steps:
+                state = {"model": reader.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save({**state, "stage": number, "step": step + 1}, path.with_suffix(".tmp"))
+                path.with_suffix(".tmp").replace(path)
+                mean_loss = total / (step + 1 - first)
+                first, total = step + 1, 0.0
+                entry = {
+                    "stage": asdict(stage),
+                    "step": step + 1,
+                    "seconds": round(time.time() - began, 1),
+                    "loss": round(mean_loss, 4),
+                    "heldout": _evaluate(reader, heldout, stage),
+                }
+                with (folder / "log.jsonl").open("a") as file:
+                    file.write(json.dumps(entry) + "\n")
+                print(stage.name, {key: entry[key] for key in ("step", "seconds", "loss", "heldout")}, flush=True)
+        saved = None
+    return reader
+
+
+def _rate(stage: Stage, step: int) -> float:
+    """Warm-up over 3 % of the steps, then a cosine down to `final_rate`."""
+    warm = max(1, int(0.03 * stage.steps))
+    progress = min(1.0, max(0, step - warm) / max(1, stage.steps - warm))
+    cosine = 0.5 * (1 + np.cos(np.pi * progress))
+    return float(stage.rate * min(1.0, (step + 1) / warm) * (stage.final_rate + (1 - stage.final_rate) * cosine))
+
+
+def _evaluate(reader: Reader, heldout: Drawer, stage: Stage, count: int = 400) -> dict[str, float]:
+    reader.eval()
+    samples, rows = heldout.samples(random.Random("evaluation"), count)
+    answers = greedy_answers(reader, heldout, samples, rows, stage)
+    reader.train()
+    by_kind: dict[str, list[bool]] = {}
+    for sample, answer in zip(samples, answers, strict=True):
+        by_kind.setdefault(sample.kind, []).append(score(sample, answer))
+    shares = {kind: round(float(np.mean(hits)), 3) for kind, hits in sorted(by_kind.items())}
+    return {"all": round(float(np.mean([hit for hits in by_kind.values() for hit in hits])), 3), **shares}

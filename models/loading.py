@@ -1,0 +1,215 @@
+"""From a checkpoint folder or hub id to a model and a processor, with every contradiction reported."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedTokenizerFast
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.utils import cached_file
+
+from dlm_decode import models
+from dlm_decode.errors import CheckpointError, InvalidInputError
+from dlm_decode.models.attention import check_backend
+from dlm_decode.models.base import DiffusionModel
+from dlm_decode.models.processing import VlmProcessor
+
+__all__ = ["load_model", "load_processor"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_NUM_LISTED = 6
+
+# The text-only LLaDA checkpoints keep OLMo's names; the tensors are the same.
+_BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
+_RENAMES = {
+    r"^model\.transformer\.wte\.weight$": r"model.embed_tokens.weight",
+    r"^model\.transformer\.ln_f\.weight$": r"model.norm.weight",
+    r"^model\.transformer\.ff_out\.weight$": r"lm_head.weight",
+    _BLOCK + r"(q_proj|k_proj|v_proj)\.weight$": r"model.layers.\1.self_attn.\2.weight",
+    _BLOCK + r"attn_out\.weight$": r"model.layers.\1.self_attn.o_proj.weight",
+    _BLOCK + r"ff_proj\.weight$": r"model.layers.\1.mlp.gate_proj.weight",
+    _BLOCK + r"up_proj\.weight$": r"model.layers.\1.mlp.up_proj.weight",
+    _BLOCK + r"ff_out\.weight$": r"model.layers.\1.mlp.down_proj.weight",
+    _BLOCK + r"attn_norm\.weight$": r"model.layers.\1.input_layernorm.weight",
+    _BLOCK + r"ff_norm\.weight$": r"model.layers.\1.post_attention_layernorm.weight",
+}
+
+
+def _register_renames() -> None:
+    renames = [WeightRenaming(source, target) for source, target in _RENAMES.items()]
+    register_checkpoint_conversion_mapping("llada", renames, overwrite=True)
+
+
+def _renamed(key: str) -> str:
+    for source, target in _RENAMES.items():
+        key, count = re.subn(source, target, key)
+        if count:
+            break
+    return key
+
+
+def load_model(
+    path: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    device_map: Any = None,
+    attn_implementation: str = "sdpa",
+    mask_token_id: int | None = None,
+    eos_token_id: int | None = None,
+    stop_token_ids: Sequence[int] | None = None,
+    suppress_token_ids: Sequence[int] | None = None,
+) -> DiffusionModel:
+    """Loads the weights of a checkpoint; arguments as in `dlm_decode.load`.
+
+    Raises:
+        CheckpointError: no config, weights that are missing, unexpected or of another shape than the config says.
+        UnknownNameError: a model type that nothing is registered for.
+        InvalidInputError: no such folder or hub id, an unknown dtype or attention backend.
+    """
+    check_backend(attn_implementation)
+    chosen_dtype = _dtype(dtype)
+    name = str(path)
+    raw = _read_config(name)
+    cls = models.get(raw.get("model_type", "missing"))
+    config = cls.config_class.from_pretrained(name)
+    overrides = {
+        "mask_token_id": mask_token_id,
+        "eos_token_id": eos_token_id,
+        "stop_token_ids": None if stop_token_ids is None else list(stop_token_ids),
+        "suppress_token_ids": None if suppress_token_ids is None else list(suppress_token_ids),
+    }
+    for key, value in overrides.items():
+        if value is not None:
+            setattr(config, key, value)
+    folder = Path(name)
+    if folder.is_dir():
+        _check_weights(folder, cls, config)
+    _register_renames()
+    model, report = cls.from_pretrained(
+        name,
+        config=config,
+        dtype=chosen_dtype,
+        device_map=device_map,
+        attn_implementation=attn_implementation,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    problems = [f"{kind}: {_listed(map(str, report[f'{kind}_keys']))}" for kind in ("missing", "unexpected", "mismatched")
+                if report.get(f"{kind}_keys")]
+    if problems:
+        raise CheckpointError(f"the weights of {name!r} do not fit its config: {'; '.join(problems)}.")
+    if device is not None:
+        model = model.to(device)
+    return model.eval()
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return "auto" if dtype is None else dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None)
+    if dtype == "auto":
+        return dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidInputError(f"dtype {dtype!r} is unknown; use 'float32', 'bfloat16', 'float16' or 'auto'.")
+    return found
+
+
+def _read_config(name: str) -> dict[str, Any]:
+    folder = Path(name)
+    if folder.is_dir():
+        path = folder / "config.json"
+        if not path.exists():
+            raise CheckpointError(f"{name!r} holds no config.json; is it a checkpoint folder?")
+    else:
+        if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+            from dlm_decode.vlm import shipped_models
+
+            raise InvalidInputError(
+                f"no folder {name!r}; pass a checkpoint folder, a hub id such as 'GSAI-ML/LLaDA-V', or a shipped model "
+                f"({', '.join(shipped_models()) or 'none'})."
+            )
+        try:
+            path = Path(str(cached_file(name, "config.json")))
+        except OSError as error:
+            raise InvalidInputError(f"cannot get {name!r} from the hub: {error}") from error
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"config.json of {name!r} is not JSON: {error}.") from None
+
+
+def _check_weights(folder: Path, cls: type[DiffusionModel], config: Any) -> None:
+    """Compares names and shapes in the files with what the config makes, before any weight is read."""
+    found = {_renamed(key): shape for key, shape in _shapes_in(folder).items()}
+    with torch.device("meta"):
+        expected = {key: tuple(value.shape) for key, value in cls(config).state_dict().items()}
+    if config.tie_word_embeddings:
+        expected.pop("lm_head.weight", None)
+        found.pop("lm_head.weight", None)
+    wrong = [
+        f"{key} is {found[key]} and the config makes it {shape}"
+        for key, shape in expected.items()
+        if key in found and found[key] != shape
+    ]
+    missing = [key for key in expected if key not in found]
+    unexpected = [key for key in found if key not in expected]
+    lists = (("wrong shapes", wrong), ("missing", missing), ("unexpected", unexpected))
+    problems = [f"{title}: {_listed(keys)}" for title, keys in lists if keys]
+    if problems:
+        raise CheckpointError(f"the weights in {str(folder)!r} do not fit its config.json: {'; '.join(problems)}.")
+
+
+def _listed(keys: Iterable[str]) -> str:
+    keys = list(keys)
+    rest = f" and {len(keys) - _NUM_LISTED} more" if len(keys) > _NUM_LISTED else ""
+    return ", ".join(keys[:_NUM_LISTED]) + rest
+
+
+def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in files:
+        if not (folder / name).exists():
+            raise CheckpointError(f"{str(folder)!r} lacks {name}; download it again, or convert the weights to safetensors.")
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    shapes[key] = tuple(file.get_slice(key).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {str(folder / name)!r}: {error}. It may be cut off.") from error
+    return shapes
+
+
+def load_processor(path: str | Path) -> VlmProcessor | None:
+    """Tokenizer and image processing of a checkpoint; `None` where it has no tokenizer.
+
+    Raises:
+        CheckpointError: tokenizer files that cannot be read.
+        InvalidInputError: no such folder or hub id.
+    """
+    name = str(path)
+    raw = _read_config(name)
+    folder = Path(name)
+    if folder.is_dir():
+        if not any((folder / file).exists() for file in _TOKENIZER_FILES):
+            return None
+    elif cached_file(name, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is None:
+        return None
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise CheckpointError(f"cannot read the tokenizer of {name!r}: {error}") from error
+    config = models.get(raw.get("model_type", "missing")).config_class.from_pretrained(name)
+    return VlmProcessor(tokenizer, config)

@@ -1,0 +1,182 @@
+"""Text, images and video frames to what a model's `encode_prompt` takes, and ids back to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from dlm_decode.canvas import IMAGE_TOKEN_ID
+from dlm_decode.errors import CheckpointError, InvalidInputError
+from dlm_decode.media import check_aspect
+from dlm_decode.models.anyres import grid_candidates, pad_to_square, pixels_of, tiles_of
+from dlm_decode.models.configuration import LlavaLLaDAConfig
+
+__all__ = ["IMAGE_TAG", "ModelInputs", "VlmProcessor", "join_chunks"]
+
+IMAGE_TAG = "<image>"
+Message = Mapping[str, str]
+
+# Published prompts of LLaDA-V; a tokenizer with a chat template of its own takes precedence.
+_LLADA_V_SYSTEM = (
+    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "provides, and assist the user with a variety of tasks using natural language."
+)
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Arguments of `DiffusionModel.encode_prompt`.
+
+    Attributes:
+        input_ids: `(P0,)` ids with one placeholder per image or video.
+        pixel_values: pixels per image or video; `None` without any.
+        image_sizes: `(width, height)` of each original image.
+        modalities: `"image"` or `"video"` each.
+    """
+
+    input_ids: Tensor
+    pixel_values: list[Tensor] | None
+    image_sizes: list[tuple[int, int]] | None
+    modalities: list[str] | None
+
+
+def join_chunks(chunks: Sequence[Sequence[int]], bos_id: int | None, official_drop: bool) -> list[int]:
+    """Ids of a prompt whose text was split at the image tags, with a placeholder between chunks.
+
+    Args:
+        chunks: ids of each piece of text.
+        bos_id: id that begins a prompt.
+        official_drop: as the official helper does, if the first chunk begins with `bos_id`, keep that id once and drop the
+            first id of every chunk. The rule is meant for tokenizers that begin every text with `bos_id`; LLaDA's does
+            not, so the first real token after each image is lost.
+    """
+    drop = int(official_drop and bool(chunks[0]) and chunks[0][0] == bos_id)
+    ids = [int(bos_id)] if drop and bos_id is not None else []
+    for index, chunk in enumerate(chunks):
+        if index:
+            ids.append(IMAGE_TOKEN_ID)
+        ids += list(chunk)[drop:]
+    return ids
+
+
+class VlmProcessor:
+    """Tokenizer, chat template and image processing of one checkpoint.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        config: the model's config; without image fields the processor is text-only.
+    """
+
+    def __init__(self, tokenizer: Any, config: Any) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self._text_by_id: dict[int, str] = {}
+
+    def __call__(
+        self,
+        prompt: str | Sequence[Message],
+        images: Sequence[Image.Image] = (),
+        videos: Sequence[Sequence[Image.Image]] = (),
+        *,
+        official_token_drop: bool = False,
+    ) -> ModelInputs:
+        """Prepares one prompt.
+
+        Images come before videos in placeholder order. A question without `<image>` gets one tag per image and video in
+        front, joined by spaces and followed by a line break, as LLaDA-V was trained.
+
+        Args:
+            prompt: the question, or messages with `role` and `content`.
+            images: RGB.
+            videos: frames of each video, RGB.
+            official_token_drop: see `join_chunks`.
+
+        Raises:
+            InvalidInputError: a number of tags that is not the number of images and videos, or media for a text-only model.
+            MediaError: an image that cannot be fitted to the grid.
+        """
+        num_media = len(images) + len(videos)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        num_tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
+        if num_media and not num_tags:
+            tags = " ".join([IMAGE_TAG] * num_media) + "\n"
+            first = next(message for message in messages if message["role"] == "user")
+            first["content"] = tags + first["content"]
+            num_tags = num_media
+        if num_tags != num_media:
+            raise InvalidInputError(
+                f"the prompt has {num_tags} {IMAGE_TAG} tags, and {len(images)} images and {len(videos)} videos were given; "
+                "give one for each tag, or leave the tags out."
+            )
+        if num_media and not isinstance(self.config, LlavaLLaDAConfig):
+            raise InvalidInputError("this is a text-only model and cannot read images or videos.")
+        chunks = [self.encode(chunk) for chunk in self.render(messages).split(IMAGE_TAG)]
+        ids = join_chunks(chunks, self.tokenizer.bos_token_id, official_token_drop)
+        pixels = [self.image_pixels(image, num_images=len(images)) for image in images]
+        pixels += [self.video_pixels(frames) for frames in videos]
+        return ModelInputs(
+            input_ids=torch.tensor(ids, dtype=torch.long),
+            pixel_values=pixels or None,
+            image_sizes=[image.size for image in images] + [frames[0].size for frames in videos] if num_media else None,
+            modalities=["image"] * len(images) + ["video"] * len(videos) if num_media else None,
+        )
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt as text, ready for the answer."""
+        if getattr(self.tokenizer, "chat_template", None):
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        messages = list(messages)
+        if isinstance(self.config, LlavaLLaDAConfig) and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": _LLADA_V_SYSTEM}, *messages]
+        text = "<|startoftext|>"
+        for message in messages:
+            text += f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n{message['content'].strip()}<|eot_id|>"
+        return text + "<|start_header_id|>assistant<|end_header_id|>\n\n"
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, nothing added."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a response, without special tokens."""
+        return self.tokenizer.decode([token for token in ids if token >= 0], skip_special_tokens=True).strip()
+
+    def token_text(self, token: int) -> str:
+        """Text of a single id, special tokens included."""
+        if token not in self._text_by_id:
+            self._text_by_id[token] = self.tokenizer.decode([token])
+        return self._text_by_id[token]
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that the tokenizer knows."""
+        return len(self.tokenizer)
+
+    def image_pixels(self, image: Image.Image, num_images: int = 1) -> Tensor:
+        """Pixels of one image: `(1 + tiles, 3, h, w)` in tiled mode, `(3, h, w)` in pad mode.
+
+        Several images in one prompt are padded instead of tiled, as the official evaluation does.
+        """
+        config, tile = self.config, self.config.vision.image_size
+        mode = config.image_aspect_ratio
+        if mode.startswith("anyres") and num_images == 1:
+            check_aspect(image)
+            candidates = grid_candidates(config.image_grid_pinpoints, tile)
+            return torch.stack([pixels_of(part, tile) for part in tiles_of(image, candidates, tile)])
+        if mode == "pad" or mode.startswith("anyres"):
+            return pixels_of(pad_to_square(image), tile)
+        raise CheckpointError(f"image_aspect_ratio {mode!r} is unknown; use 'pad' or 'anyres_max_N'.")
+
+    def video_pixels(self, frames: Sequence[Image.Image]) -> Tensor:
+        """`(F, 3, h, w)`; frames are squashed to the tile, as the official evaluation does."""
+        tile = self.config.vision.image_size
+        return torch.stack([pixels_of(frame, tile) for frame in frames])
+
+    def save_pretrained(self, folder: Any) -> None:
+        """Writes the tokenizer files; everything else is in the model's config."""
+        self.tokenizer.save_pretrained(folder)

@@ -1,0 +1,107 @@
+"""The models behind the golden data, with the reference implementation's weights, in float32."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from dlm_decode.models.configuration import LLaDAConfig, LlavaLLaDAConfig
+from dlm_decode.models.llada import LLaDAModelLM
+from dlm_decode.models.llava_llada import LlavaLLaDAModelLM
+from dlm_decode.models.loading import _renamed
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def read_json(*parts: str) -> Any:
+    return json.loads(GOLDEN.joinpath(*parts).read_text())
+
+
+def _fill(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict({_renamed(key): value for key, value in state.items()}, strict=True)
+    model.eval()
+
+
+def tiny56_config(**changes: Any) -> LlavaLLaDAConfig:
+    raw = read_json("lladav", "tiny56", "config.json")
+    ids = raw["special_ids"]
+    fields = {
+        **raw["lm"],
+        "mask_token_id": ids["mask"],
+        "pad_token_id": ids["eos"],
+        "stop_token_ids": [ids["eot"]],
+        "suppress_token_ids": raw["suppressed_ids"],
+        "mm_projector_type": raw["mm_projector_type"],
+        "mm_patch_merge_type": raw["mm_patch_merge_type"],
+        "mm_newline_position": "grid",
+        "image_aspect_ratio": "anyres_max_4",
+        "image_grid_pinpoints": raw["image_grid_pinpoints"],
+        "vision_config": _vision(raw["vision"]),
+    }
+    return LlavaLLaDAConfig(**{**fields, **changes})
+
+
+def _vision(raw: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in raw.items() if key != "layers_used"}
+
+
+@cache
+def tiny56_state() -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / "lladav" / "tiny56" / "model.safetensors")
+
+
+def tiny56(**changes: Any) -> LlavaLLaDAModelLM:
+    model = LlavaLLaDAModelLM(tiny56_config(**changes))
+    _fill(model, tiny56_state())
+    return model
+
+
+@cache
+def tiny56_inputs() -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / "lladav" / "tiny56" / "inputs.safetensors")
+
+
+def realvocab() -> LlavaLLaDAModelLM:
+    raw = read_json("lladav", "realvocab", "config.json")
+    config = LlavaLLaDAConfig(
+        **raw["lm"],
+        mm_vision_tower="siglip",
+        mm_projector_type=raw["mm_projector_type"],
+        mm_patch_merge_type=raw["mm_patch_merge_type"],
+        mm_newline_position="grid",
+        image_aspect_ratio=raw["image_aspect_ratio"],
+        image_grid_pinpoints=raw["image_grid_pinpoints"],
+        vision_config=_vision(raw["vision"]),
+    )
+    model = LlavaLLaDAModelLM(config)
+    state = load_file(GOLDEN / "lladav" / "realvocab" / "model_small.safetensors")
+    tables = {}
+    for name in ("embed", "lm_head"):
+        base = state.pop(f"__base_{name}_f16").float()
+        rows = [base.roll(shift, dims=1) for shift in range(-(-raw["lm"]["vocab_size"] // len(base)))]
+        tables[name] = torch.cat(rows)[: raw["lm"]["vocab_size"]].contiguous()
+    tables["embed"][raw["mask_id"]] *= 0.1
+    state["model.embed_tokens.weight"], state["lm_head.weight"] = tables["embed"], tables["lm_head"]
+    _fill(model, state)
+    return model
+
+
+def fastdllm() -> LLaDAModelLM:
+    raw = read_json("fastdllm", "config.json")
+    model = LLaDAModelLM(LLaDAConfig(**raw["model"]))
+    _fill(model, load_file(GOLDEN / "fastdllm" / "weights.safetensors"))
+    return model
+
+
+def formula_image(width: int, height: int, seed: int) -> Image.Image:
+    """The picture that lladav/realvocab/cases.json defines by a formula."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    channels = (7 * x + 3 * y + seed, x * y // 16 + seed, ((x // 8) ^ (y // 8)) * 5 + seed)
+    return Image.fromarray(np.stack([channel % 256 for channel in channels], axis=-1).astype(np.uint8))
