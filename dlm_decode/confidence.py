@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = ["Proposal", "propose", "rank_descending", "select_top"]
 
 _VOCABULARY_SLICE = 16384
+_LARGEST_GAP = 80.0  # exp of more overflows float32
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def propose(
     temperature: float = 0.0,
     uniform: Tensor | None = None,
     statistics: Collection[str] = (),
+    unproposable: int | None = None,
 ) -> Proposal:
     """Chooses a token per position and measures its probability.
 
@@ -53,18 +55,27 @@ def propose(
         temperature: 0 takes the argmax (ties: lowest id); above 0, Gumbel-max sampling from softmax(logits / temperature).
         uniform: `(N, V)` numbers in [0, 1) for the Gumbel noise, needed when `temperature > 0`.
         statistics: any of `"margin"` and `"entropy"`.
+        unproposable: id that is never proposed but keeps its share of the probability (the mask id). Taking it out of the
+            softmax as well would raise confidences, and with them change which position is the most confident.
 
     Returns:
         Proposal.
 
     Source: LLaDA (arXiv 2502.09992), `add_gumbel_noise`: argmax of exp(l) / (-ln u)^T, here in log space.
     """
+    withheld = None
+    if unproposable is not None:
+        withheld = logits[:, unproposable, None].clone()
+        logits[:, unproposable] = float("-inf")
     top, top_token = logits.max(dim=-1, keepdim=True)
     logits.scatter_(1, top_token, float("-inf"))
     top = top.float()
     rest = torch.zeros_like(top)
     for part in logits.split(_VOCABULARY_SLICE, dim=-1):
         rest += (part.float() - top).exp_().sum(dim=-1, keepdim=True)
+    gap = None if withheld is None else (withheld.float() - top).clamp_max(_LARGEST_GAP)
+    if gap is not None:
+        rest += gap.exp()
     top_log_prob = -torch.log1p(rest)
 
     margin = entropy = None
@@ -76,6 +87,8 @@ def propose(
         total = torch.zeros_like(top)
         for part in logits.split(_VOCABULARY_SLICE, dim=-1):
             total += torch.special.entr((part.float() - top + top_log_prob).exp_()).sum(dim=-1, keepdim=True)
+        if gap is not None:
+            total += torch.special.entr((gap + top_log_prob).exp())
         entropy = total.squeeze(-1)
 
     token, log_prob = top_token, top_log_prob
@@ -84,6 +97,8 @@ def propose(
             raise AssertionError("temperature > 0 needs uniform numbers")
         token = _gumbel_argmax(logits, temperature, uniform)
         log_prob = logits.gather(1, token).float() - top + top_log_prob
+    if withheld is not None and unproposable is not None:
+        logits[:, unproposable] = withheld[:, 0]
     return Proposal(token.squeeze(-1), top_token.squeeze(-1), log_prob.squeeze(-1), margin, entropy)
 
 

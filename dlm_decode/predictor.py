@@ -291,6 +291,7 @@ class Predictor:
                     temperature=self.settings.temperature,
                     uniform=None if noise is None else noise[index],
                     statistics=statistics,
+                    unproposable=None if self.settings.quirks.may_predict_mask else self.model.special_ids.mask,
                 )
             )
             start += size

@@ -271,7 +271,7 @@ class DiffusionVlm:
             generators=self._generators(settings, len(rows)),
             meter=meter,
             suffix_ids=None if suffix_ids is None else torch.tensor(suffix_ids),
-            suppressed_ids=self._suppressed(suppress_token_ids, settings),
+            suppressed_ids=self._suppressed(suppress_token_ids),
         )
         trajectory = Trajectory(
             run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts), text_of=self._text_of
@@ -389,16 +389,13 @@ class DiffusionVlm:
             sequences += [(token,) for token in special.stop if (token,) not in sequences]
         return sequences
 
-    def _suppressed(self, extra: Sequence[int], settings: Settings) -> list[int]:
+    def _suppressed(self, extra: Sequence[int]) -> list[int]:
         special, size = self.model.special_ids, self.model.geometry.vocab_size
         wrong = [token for token in extra if not 0 <= token < size]
         if wrong:
             raise InvalidInputError(f"suppress_token_ids {wrong} are outside the vocabulary of {size} ids.")
-        ids = {*special.suppress, *extra}
-        if not settings.quirks.may_predict_mask:
-            ids.add(special.mask)
         limit = min(size, self.model.num_valid_tokens or size)
-        return sorted(token for token in ids if token < limit)
+        return sorted(token for token in {*special.suppress, *extra} if token < limit)
 
     def _generators(self, settings: Settings, num_rows: int) -> list[torch.Generator]:
         seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows

@@ -77,7 +77,7 @@ def run(
     stops: list[tuple[int, ...]] | None = None,
     last: tuple[int, ...] = (),
     tokens: Tensor | None = None,
-    suppressed: tuple[int, ...] = (MASK,),
+    suppressed: tuple[int, ...] = (),
     num_visual: int = 0,
 ) -> Run:
     """Decodes with rows of the given prompt lengths; prompt ids are 1, the first `num_visual` of them visual."""

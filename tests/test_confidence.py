@@ -43,6 +43,17 @@ def test_suppressed_and_tied_logits():
     assert got.entropy.item() == pytest.approx(0.6931, abs=1e-3)
 
 
+@pytest.mark.parametrize("mask_logit", [0.5, 30.0, 500.0])
+def test_unproposable_id_keeps_its_probability(mask_logit):
+    logits = torch.tensor([[1.0, mask_logit, 2.0, 0.0]])
+    got = propose(logits, unproposable=1, statistics=("entropy",))
+    expected = torch.tensor([[1.0, min(mask_logit, 82.0), 2.0, 0.0]]).log_softmax(-1)
+    assert got.tokens.item() == got.top_tokens.item() == 2
+    assert got.log_prob.item() == pytest.approx(expected[0, 2].item(), rel=1e-5)
+    assert got.entropy.item() == pytest.approx(-(expected.exp() * expected).sum().item(), abs=1e-5)
+    assert logits[0, 1] == mask_logit
+
+
 def test_nan_is_kept():
     assert propose(torch.tensor([[float("nan"), 1.0]])).log_prob.isnan().all()
 

@@ -150,7 +150,7 @@ def test_official_preset_leaves_predicted_masks():
     table = torch.zeros(4, VOCABULARY)
     table[:, MASK] = 9.0
     model = table_model(table, 2)
-    done = run(model, [2], Settings(4, 4, 4, preset="official"), suppressed=())
+    done = run(model, [2], Settings(4, 4, 4, preset="official"))
     assert done.tokens.tolist() == [[MASK] * 4]
     assert len(model.calls) == 4
 

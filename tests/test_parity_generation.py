@@ -171,7 +171,8 @@ def llada():
 @pytest.mark.parametrize("case", FAST_CASES, ids=ids(FAST_CASES))
 def test_llada_official(llada, case):
     params = case["params"]
-    rows = [torch.tensor(row) for row in torch.tensor(FAST["prompts"][case["prompt"]]).reshape(-1, len(_prompt_row(case)))]
+    prompt = FAST["prompts"][case["prompt"]]
+    rows = [torch.tensor(row) for row in (prompt if isinstance(prompt[0], list) else [prompt])]
     seed = 1234 if params.get("temperature") else None
     out = DiffusionVlm(llada).generate(
         input_ids=rows,
@@ -187,8 +188,3 @@ def test_llada_official(llada, case):
     expected = torch.tensor(case["output"]).reshape(len(rows), -1)[:, len(rows[0]) :]
     assert out.sequences.tolist() == expected.tolist()
     assert out.cost.calls == case["nfe"]
-
-
-def _prompt_row(case: dict) -> list[int]:
-    prompt = FAST["prompts"][case["prompt"]]
-    return prompt[0] if isinstance(prompt[0], list) else prompt
