@@ -274,7 +274,7 @@ class DiffusionVlm:
             suppressed_ids=self._suppressed(suppress_token_ids),
         )
         trajectory = Trajectory(
-            run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts), text_of=self._text_of
+            run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts), text_of=self.token_text
         )
         if tracker is not None:
             tracker.start(trajectory.run)
@@ -284,7 +284,7 @@ class DiffusionVlm:
         def on_step(record: StepRecord) -> None:
             trajectory.steps.append(record)
             if tracker is not None:
-                tracker.step(record.to_dict(self._text_of))
+                tracker.step(record.to_dict(self.token_text))
             if streamer is not None:
                 streamer.put_draft(canvas.tokens[0, canvas.lead :].cpu())
 
@@ -457,10 +457,15 @@ class DiffusionVlm:
         length = prompt.length + settings.gen_length + num_suffix
         return count * forward_flops(self.model.geometry, length, length), count
 
-    def _text_of(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
+        """Text of one id; `<id>` without a tokenizer."""
         if self.processor is None or token < 0:
             return f"<{token}>"
         return self.processor.token_text(token)
+
+    def decode_text(self, ids: Sequence[int]) -> str:
+        """Text of a response; the ids without a tokenizer."""
+        return " ".join(map(str, ids)) if self.processor is None else self.processor.decode(ids)
 
     def _run_record(
         self,
