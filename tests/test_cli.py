@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+from dlm_decode.cli import main
+
+
+@pytest.fixture
+def image(tmp_path):
+    path = tmp_path / "scene.png"
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(path)
+    return str(path)
+
+
+def test_generate_prints_text_and_writes_a_trajectory(checkpoint, image, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    command = ["generate", "--model", str(checkpoint), "--image", image, "--prompt", "what is this ?", "--no-stop"]
+    assert main([*command, "--trajectory", str(out), "--sampler", "baseline", "--set", "remasking=margin"]) == 0
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) >= 1
+    assert "8 FULL full" in shown.err
+    run = json.loads(out.read_text().splitlines()[0])
+    assert run["sampler"] == {"name": "baseline", "options": {"remasking": "margin"}}
+    assert main(["show", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "out.html")
+    assert "<script>" in (tmp_path / "out.html").read_text()
+
+
+def test_generate_json(checkpoint, image, capsys):
+    arguments = ["--prompt", "what is this ?", "--json", "--no-stop", "--gen-length", "5", "--steps", "5"]
+    assert main(["generate", "--model", str(checkpoint), "--image", image, *arguments, "--stage", "stride:keep_ratio=0.5"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert len(result["tokens"]) == 5
+    assert result["cost"]["calls"] == 5
+    assert result["run"]["stages"][0]["options"] == {"keep_ratio": 0.5}
+    assert result["run"]["settings"]["block_length"] == 5
+
+
+def test_generate_stream(checkpoint, capsys):
+    assert main(["generate", "--model", str(checkpoint), "--prompt", "what is this ?", "--stream", "--no-stop"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].count("░") == 7
+    assert "░" not in lines[7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--prompt", "a", "--sampler", "basline"], "Did you mean 'baseline'"),
+        (["generate", "--prompt", "a", "--set", "remasking"], "is not KEY=VALUE"),
+        (["generate", "--prompt", "a", "--track", "wanbd"], "Did you mean 'wandb'"),
+        (["generate", "--prompt", "a", "--model", "./none"], "no folder './none'"),
+        (["generate", "--prompt", "a", "--json", "--stream"], "use one of them"),
+        (["generate", "--prompt", "a", "--stop", "x", "--no-stop"], "exclude each other"),
+        (["generate", "--prompt", "a", "--attn", "sdp"], "attn_implementation 'sdp' is unknown"),
+        (["generate", "--prompt", "a", "--dtype", "int8"], "dtype 'int8' is unknown"),
+        (["show", "none.jsonl"], "no trajectory file"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(checkpoint, arguments, message, capsys):
+    if arguments[0] == "generate" and "--model" not in arguments:
+        arguments = [*arguments, "--model", str(checkpoint)]
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert len(shown.err.strip().splitlines()) == 1
+    assert shown.out == ""
+
+
+def test_unknown_options_are_refused(capsys):
+    for arguments in (["generate", "--prompt", "a", "--thresold", "1"], ["generate"], ["nothing"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+
+
+def test_list(capsys):
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("baseline", "lown", "stride", "llava_llada"):
+        assert name in shown
+    assert main(["list", "samplers", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == ["samplers"]
+
+
+def test_training_options_are_shown(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["train-tiny", "--help"])
+    assert caught.value.code == 0
+    assert "--output" in capsys.readouterr().out
+
+
+def test_evaluation(checkpoint, tmp_path, capsys):
+    out = str(tmp_path / "scenes.jsonl")
+    arguments = ["--model", str(checkpoint), "--limit", "3", "--output", out, "--gen-length", "4", "--steps", "2"]
+    assert main(["eval", "scenes", *arguments, "--blind"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["questions"] == 3
+    assert report["settings"]["is_blind"] is True

@@ -1,0 +1,126 @@
+import json
+
+import pytest
+
+from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.record import read_records
+from dlm_decode.track import JsonlTracker, WandbTracker, make_tracker, step_scalars
+
+
+class Listener:
+    def __init__(self):
+        self.records = []
+
+    def start(self, run):
+        self.records.append(run)
+
+    def step(self, record):
+        self.records.append(record)
+
+    def finish(self, record):
+        self.records.append(record)
+
+
+def test_specs(tmp_path):
+    assert make_tracker(None) is None
+    assert isinstance(make_tracker(f"jsonl:{tmp_path}/x"), JsonlTracker)
+    listener = Listener()
+    assert make_tracker(listener) is listener
+    with pytest.raises(UnknownNameError, match="Did you mean 'wandb:offline'"):
+        make_tracker("wandb:ofline")
+    with pytest.raises(InvalidInputError, match="lacks a path"):
+        make_tracker("jsonl:")
+    with pytest.raises(InvalidInputError, match="start, step and finish"):
+        make_tracker(3)
+
+
+def test_several_trackers_get_every_record(vlm, tmp_path):
+    listener = Listener()
+    out = vlm.generate("what is this ?", track=[listener, f"jsonl:{tmp_path}/run.jsonl"], stop=False)
+    assert json.loads(json.dumps(listener.records)) == read_records(tmp_path / "run.jsonl")
+    assert len(listener.records) == len(out.trajectory) + 2
+    scalars = step_scalars(listener.records[1])
+    assert scalars["commits"] == 1
+    assert scalars["forwards/FULL/full"] == 1
+    assert scalars["flops"] == out.cost.flops / 8
+
+
+def test_a_killed_run_leaves_its_lines(vlm, tmp_path):
+    class Killed(Exception):
+        pass
+
+    class Killer(Listener):
+        def step(self, record):
+            super().step(record)
+            if len(self.records) == 4:
+                raise Killed
+
+    with pytest.raises(Killed):
+        vlm.generate("what is this ?", track=[f"jsonl:{tmp_path}/run.jsonl", Killer()], stop=False)
+    assert [record["type"] for record in read_records(tmp_path / "run.jsonl")] == ["run", "step", "step", "step"]
+
+
+def test_wandb_offline_run_can_be_read_back(vlm, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    out = vlm.generate("what colour is the circle ?", track=WandbTracker(folder=tmp_path), stop=False)
+    runs = list(tmp_path.rglob("run-*.wandb"))
+    assert len(runs) == 1
+    steps, config, summary, files = _read_wandb(runs[0])
+    assert len(steps) >= len(out.trajectory)
+    assert [step["commits"] for step in steps[: len(out.trajectory)]] == [1] * len(out.trajectory)
+    assert config["sampler"]["name"] == "baseline"
+    assert config["settings"]["gen_length"] == 8
+    assert summary["cost"]["relative"] == 1.0
+    media = list(tmp_path.rglob("*.table.json")) + list(tmp_path.rglob("*.html"))
+    assert {path.suffix for path in media} == {".json", ".html"}
+    table = json.loads(next(path for path in media if path.suffix == ".json").read_text())
+    assert table["columns"][:3] == ["row", "position", "step"]
+    assert len(table["data"]) == 8
+    assert files
+
+
+def _read_wandb(path):
+    """History, config and summary of a `.wandb` file."""
+    from wandb.proto import wandb_internal_pb2
+
+    steps, config, summary, files = [], {}, {}, 0
+    for data in _log_entries(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        kind = record.WhichOneof("record_type")
+        if kind == "history":
+            steps.append({(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
+        elif kind == "run":
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        elif kind == "summary":
+            for item in record.summary.update:
+                _put(summary, [item.key] if item.key else list(item.nested_key), json.loads(item.value_json))
+        elif kind == "files":
+            files += 1
+    return steps, config, summary, files
+
+
+def _log_entries(data):
+    """Entries of a LevelDB-style log: blocks of 32 KiB, pieces with a 7-byte head; the file begins with 7 bytes."""
+    position, entry = 7, b""
+    while position + 7 <= len(data):
+        room = 32768 - position % 32768
+        if room < 7:
+            position += room
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        entry += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or last piece
+            yield entry
+            entry = b""
+
+
+def _put(tree, keys, value):
+    *parents, last = [part for key in keys for part in key.split("/")]
+    for key in parents:
+        tree = tree.setdefault(key, {})
+    tree[last] = value
