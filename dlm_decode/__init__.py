@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DiffusionVlm", "Output", "load", "models", "samplers", "shipped_models", "stages"]
 
-_LOCATIONS = {name: "dlm_decode.vlm" for name in ("DiffusionVlm", "Output", "load", "shipped_models")}
+_LOCATIONS = {
+    name: "dlm_decode.vlm" for name in ("DiffusionVlm", "Output", "load", "shipped_models")
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 Symbols, used with the same meaning in every docstring of the package:
 
-B rows of a batch · P prompt length · V visual tokens · T canvas length · S sequence length (prompt + canvas
-+ suffix) · D hidden size · L layers · H heads.
+B rows of a batch · P prompt length · V visual tokens · T canvas length · S sequence length (prompt
++ canvas + suffix) · D hidden size · L layers · H heads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 __all__ = ["IMAGE_TOKEN_ID", "Canvas", "Prompt", "VisualSpan"]
 
 IMAGE_TOKEN_ID = -200
-"""Stands in prompt ids for one image or video, and for each of its visual tokens after expansion."""
+"""Stands in prompt ids for one image or video, and for each of its visual tokens after
+expansion."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class VisualSpan:
         image_index: which image or video of the row, in prompt order.
         modality: `"image"` or `"video"`.
         frames: number of video frames (1 for an image).
-        sections: `(start, rows, columns, has_newline)` of each rectangular part, start relative to the span;
-            rows x columns counts patches, `has_newline` says that a newline vector ends each row.
+        sections: `(start, rows, columns, has_newline)` of each rectangular part, start relative to
+            the span; rows x columns counts patches, `has_newline` says that a newline vector ends
+            each row.
     """
 
     start: int
@@ -50,7 +52,8 @@ class Prompt:
         ids: `(P,)` token ids, `IMAGE_TOKEN_ID` at every visual position.
         is_visual: `(P,)` bool.
         spans: where each image's tokens lie.
-        position_ids: `(P,)` rotary positions; 0..P-1 when `None`. A stage that drops tokens may keep the old numbers.
+        position_ids: `(P,)` rotary positions; 0..P-1 when `None`. A stage that drops tokens may
+            keep the old numbers.
         end_position: rotary position of the first canvas token; P when `None`.
     """
 
@@ -87,15 +90,16 @@ class Prompt:
 class Canvas:
     """The response of each row while it is decoded; the loop is the only writer.
 
-    What is still to be decoded is tracked by `is_open`, not by comparing tokens with the mask id, so a mask id in the
-    prompt or in a predicted token cannot be mistaken for an open position.
+    What is still to be decoded is tracked by `is_open`, not by comparing tokens with the mask id,
+    so a mask id in the prompt or in a predicted token cannot be mistaken for an open position.
 
     Attributes:
         tokens: `(B, lead + T)` ids, the mask id at open positions.
         is_open: `(B, lead + T)` bool.
-        stop_position: `(B,)` first column of the earliest complete stop sequence, `lead + T` while there is none.
-        lead: prompt columns in front of the response. 0, but for `preset="official"` with a mask id in the prompt,
-            which the official program fills like the response.
+        stop_position: `(B,)` first column of the earliest complete stop sequence, `lead + T` while
+            there is none.
+        lead: prompt columns in front of the response. 0, but for `preset="official"` with a mask id
+            in the prompt, which the official program fills like the response.
     """
 
     tokens: Tensor

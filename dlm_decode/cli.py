@@ -45,7 +45,9 @@ def build_parser(is_training: bool = False) -> argparse.ArgumentParser:
     Args:
         is_training: add the options of `train-tiny`, whose module imports torch.
     """
-    parser = argparse.ArgumentParser(prog="dlm-decode", description="Decode masked-diffusion vision-language models.")
+    parser = argparse.ArgumentParser(
+        prog="dlm-decode", description="Decode masked-diffusion vision-language models."
+    )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
@@ -64,18 +66,26 @@ def _version() -> str:
         return "uninstalled"
 
 
-def _command(commands: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+def _command(
+    commands: Any, name: str, text: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
     parser.set_defaults(run=run)
     return parser
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="tiny", help="shipped model, checkpoint folder or hub id (default: tiny)")
+    parser.add_argument(
+        "--model", default="tiny", help="shipped model, checkpoint folder or hub id (default: tiny)"
+    )
     parser.add_argument("--dtype", help="float32, bfloat16, float16 (default: the checkpoint's)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, mps")
     parser.add_argument("--device-map", help="auto, to spread a large model over devices")
-    parser.add_argument("--attn", default="sdpa", help="sdpa, eager, flash_attention_2, flex_attention (default: sdpa)")
+    parser.add_argument(
+        "--attn",
+        default="sdpa",
+        help="sdpa, eager, flash_attention_2, flex_attention (default: sdpa)",
+    )
 
 
 def _load(arguments: argparse.Namespace) -> Any:
@@ -91,9 +101,22 @@ def _load(arguments: argparse.Namespace) -> Any:
 
 
 def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sampler", default="baseline", help="name or spec, as in baseline:remasking=margin")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the sampler; repeatable")
-    parser.add_argument("--stage", action="append", default=[], help="vision stage, as in stride:keep_ratio=0.5; repeatable")
+    parser.add_argument(
+        "--sampler", default="baseline", help="name or spec, as in baseline:remasking=margin"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of the sampler; repeatable",
+    )
+    parser.add_argument(
+        "--stage",
+        action="append",
+        default=[],
+        help="vision stage, as in stride:keep_ratio=0.5; repeatable",
+    )
     parser.add_argument("--gen-length", type=int, help="canvas length in tokens")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--block-length", type=int)
@@ -101,7 +124,9 @@ def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cfg-scale", type=float, help="classifier-free guidance")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--preset", help="official: the official program with its quirks")
-    parser.add_argument("--eos-last", action="store_true", default=None, help="commit end-of-sequence tokens last")
+    parser.add_argument(
+        "--eos-last", action="store_true", default=None, help="commit end-of-sequence tokens last"
+    )
 
 
 def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -113,7 +138,16 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
             if "=" not in entry:
                 raise InvalidInputError(f"--set {entry!r} is not KEY=VALUE.")
         spec += ("," if ":" in spec else ":") + ",".join(arguments.set)
-    names = ("gen_length", "steps", "block_length", "temperature", "cfg_scale", "seed", "preset", "eos_last")
+    names = (
+        "gen_length",
+        "steps",
+        "block_length",
+        "temperature",
+        "cfg_scale",
+        "seed",
+        "preset",
+        "eos_last",
+    )
     options = {name: getattr(arguments, name) for name in names}
     return {"sampler": samplers.make(spec), "stages": arguments.stage, **options}
 
@@ -123,23 +157,38 @@ def _add_generate(commands: Any) -> None:
     _add_model_options(parser)
     parser.add_argument("--prompt", required=True, help="the question")
     parser.add_argument("--image", action="append", default=[], help="image file; repeatable")
-    parser.add_argument("--video", action="append", default=[], help="video file or folder of frames; repeatable")
+    parser.add_argument(
+        "--video", action="append", default=[], help="video file or folder of frames; repeatable"
+    )
     _add_decoding_options(parser)
-    parser.add_argument("--stop", action="append", help="stop string, beside the model's own; repeatable")
+    parser.add_argument(
+        "--stop", action="append", help="stop string, beside the model's own; repeatable"
+    )
     parser.add_argument("--no-stop", action="store_true", help="fill the whole canvas")
     parser.add_argument("--suffix", help="text that follows the canvas")
-    parser.add_argument("--prefill", help="text that the canvas starts from; <|mdm_mask|> is decoded")
+    parser.add_argument(
+        "--prefill", help="text that the canvas starts from; <|mdm_mask|> is decoded"
+    )
     parser.add_argument("--json", action="store_true", help="answer, tokens and cost as JSON")
     parser.add_argument("--stream", action="store_true", help="show the canvas as it denoises")
-    parser.add_argument("--trajectory", metavar="OUT.jsonl", help="record every step; see dlm-decode show")
-    parser.add_argument("--track", action="append", default=[], help="wandb, wandb:offline, trackio, jsonl:PATH; repeatable")
+    parser.add_argument(
+        "--trajectory", metavar="OUT.jsonl", help="record every step; see dlm-decode show"
+    )
+    parser.add_argument(
+        "--track",
+        action="append",
+        default=[],
+        help="wandb, wandb:offline, trackio, jsonl:PATH; repeatable",
+    )
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     from dlm_decode.track import make_tracker
 
     if arguments.json and arguments.stream:
-        raise InvalidInputError("--json and --stream both write to standard output; use one of them.")
+        raise InvalidInputError(
+            "--json and --stream both write to standard output; use one of them."
+        )
     if arguments.stop and arguments.no_stop:
         raise InvalidInputError("--stop and --no-stop exclude each other.")
     options = _decoding_options(arguments)
@@ -173,7 +222,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 def _add_list(commands: Any) -> None:
     parser = _command(commands, "list", "Names of what is installed.", _list)
-    parser.add_argument("what", nargs="?", choices=("models", "samplers", "stages"), help="only these")
+    parser.add_argument(
+        "what", nargs="?", choices=("models", "samplers", "stages"), help="only these"
+    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -207,14 +258,18 @@ def _first_line(cls: type) -> str:
 def _add_show(commands: Any) -> None:
     parser = _command(commands, "show", "Make an HTML page that plays a trajectory back.", _show)
     parser.add_argument("trajectory", type=Path, help="file written by generate --trajectory")
-    parser.add_argument("--output", type=Path, help="the page (default: beside the trajectory, ending in .html)")
+    parser.add_argument(
+        "--output", type=Path, help="the page (default: beside the trajectory, ending in .html)"
+    )
     parser.add_argument("--open", action="store_true", help="open it in the browser")
 
 
 def _show(arguments: argparse.Namespace) -> int:
     from dlm_decode.viewer import write_html
 
-    page = write_html(arguments.trajectory, arguments.output or arguments.trajectory.with_suffix(".html"))
+    page = write_html(
+        arguments.trajectory, arguments.output or arguments.trajectory.with_suffix(".html")
+    )
     print(page)
     if arguments.open:
         webbrowser.open(page.resolve().as_uri())
@@ -239,20 +294,31 @@ def _demo(arguments: argparse.Namespace) -> int:
             out = vlm.generate(question["prompt"], images=folder / entry["image"], **options)
             flops = (out.cost.flops + out.cost.head_flops + out.cost.vision_flops) / 1e9
             print(f"  {question['prompt']}\n    {out.text}")
-            print(f"    expected: {question['answer']}   [{out.cost.num_forwards} forwards, {flops:.2f} GFLOPs]")
+            print(
+                f"    expected: {question['answer']}   [{out.cost.num_forwards} forwards, {flops:.2f} GFLOPs]"
+            )
     print(f"pictures: {folder}")
     return 0
 
 
 def _add_evaluate(commands: Any) -> None:
     parser = _command(commands, "eval", "Measure accuracy on held-out questions.", _evaluate)
-    parser.add_argument("task", choices=("scenes",), help="scenes: generated pictures with known answers")
+    parser.add_argument(
+        "task", choices=("scenes",), help="scenes: generated pictures with known answers"
+    )
     _add_model_options(parser)
     _add_decoding_options(parser)
-    parser.add_argument("--limit", type=int, default=1000, help="number of questions (default 1000)")
+    parser.add_argument(
+        "--limit", type=int, default=1000, help="number of questions (default 1000)"
+    )
     parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
     parser.add_argument("--blind", action="store_true", help="do not show the pictures")
-    parser.add_argument("--output", type=Path, required=True, help="JSON lines, one per question; a run resumes from it")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="JSON lines, one per question; a run resumes from it",
+    )
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -272,7 +338,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _add_train(commands: Any, is_training: bool) -> None:
-    parser = _command(commands, "train-tiny", "Train the small model that ships with the package.", _train)
+    parser = _command(
+        commands, "train-tiny", "Train the small model that ships with the package.", _train
+    )
     if is_training:
         from dlm_decode.training.tiny import add_arguments
 

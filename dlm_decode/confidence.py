@@ -1,7 +1,8 @@
 """From logits at a few positions to a proposed token and how sure the model is of it.
 
-Everything is float32 whatever the dtype of the model: in bfloat16 different confidences collapse to the same number, and
-"most confident first" turns into "leftmost first". The vocabulary is read in slices, so no float32 copy of it is made.
+Everything is float32 whatever the dtype of the model: in bfloat16 different confidences collapse to
+the same number, and "most confident first" turns into "leftmost first". The vocabulary is read in
+slices, so no float32 copy of it is made.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Proposal:
     Attributes:
         tokens: `(N,)` long, the proposed token.
         top_tokens: `(N,)` long, the argmax; equals `tokens` at temperature 0.
-        log_prob: `(N,)` float32 log-probability of the proposed token under the un-noised distribution. NaN where the logits were.
+        log_prob: `(N,)` float32 log-probability of the proposed token under the un-noised
+            distribution. NaN where the logits were.
         margin: `(N,)` float32 top-1 minus top-2 probability, if asked for.
         entropy: `(N,)` float32 in nats, if asked for.
     """
@@ -47,21 +49,26 @@ def propose(
 ) -> Proposal:
     """Chooses a token per position and measures its probability.
 
-    The log-probability of the top token is `-log1p(sum of the others' exp(l - l_top))`: near certainty this keeps
-    differences that `softmax` rounds to 1.0, so float32 orders positions as a float64 softmax does.
+    The log-probability of the top token is `-log1p(sum of the others' exp(l - l_top))`: near
+    certainty this keeps differences that `softmax` rounds to 1.0, so float32 orders positions as a
+    float64 softmax does.
 
     Args:
-        logits: `(N, V)`, suppressed entries at -inf. Used as scratch space; its content is restored.
-        temperature: 0 takes the argmax (ties: lowest id); above 0, Gumbel-max sampling from softmax(logits / temperature).
+        logits: `(N, V)`, suppressed entries at -inf. Used as scratch space; its content is
+            restored.
+        temperature: 0 takes the argmax (ties: lowest id); above 0, Gumbel-max sampling from
+            softmax(logits / temperature).
         uniform: `(N, V)` numbers in [0, 1) for the Gumbel noise, needed when `temperature > 0`.
         statistics: any of `"margin"` and `"entropy"`.
-        unproposable: id that is never proposed but keeps its share of the probability (the mask id). Taking it out of the
-            softmax as well would raise confidences, and with them change which position is the most confident.
+        unproposable: id that is never proposed but keeps its share of the probability (the mask
+            id). Taking it out of the softmax as well would raise confidences, and with them change
+            which position is the most confident.
 
     Returns:
         Proposal.
 
-    Source: LLaDA (arXiv 2502.09992), `add_gumbel_noise`: argmax of exp(l) / (-ln u)^T, here in log space.
+    Source: LLaDA (arXiv 2502.09992), `add_gumbel_noise`: argmax of exp(l) / (-ln u)^T, here in log
+    space.
     """
     withheld = None
     if unproposable is not None:
@@ -86,7 +93,9 @@ def propose(
     if "entropy" in statistics:
         total = torch.zeros_like(top)
         for part in logits.split(_VOCABULARY_SLICE, dim=-1):
-            total += torch.special.entr((part.float() - top + top_log_prob).exp_()).sum(dim=-1, keepdim=True)
+            total += torch.special.entr((part.float() - top + top_log_prob).exp_()).sum(
+                dim=-1, keepdim=True
+            )
         if gap is not None:
             total += torch.special.entr((gap + top_log_prob).exp())
         entropy = total.squeeze(-1)
@@ -127,12 +136,15 @@ def rank_descending(score: Tensor, eligible: Tensor, last: Tensor | None = None)
     Args:
         score: `(B, T)`.
         eligible: `(B, T)` bool.
-        last: `(B, T)` bool, positions that rank behind all other eligible ones, whatever their score.
+        last: `(B, T)` bool, positions that rank behind all other eligible ones, whatever their
+            score.
 
     Returns:
         `(B, T)` long, 0 for the first; positions that are not eligible rank behind all others.
     """
-    order = torch.where(eligible, score, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    order = torch.where(eligible, score, float("-inf")).argsort(
+        dim=-1, descending=True, stable=True
+    )
     group = (~eligible).to(torch.int8) * 2
     if last is not None:
         group = group + (last & eligible).to(torch.int8)
@@ -141,7 +153,9 @@ def rank_descending(score: Tensor, eligible: Tensor, last: Tensor | None = None)
     return torch.empty_like(order).scatter_(1, order, positions)
 
 
-def select_top(score: Tensor, eligible: Tensor, quota: Tensor, last: Tensor | None = None) -> Tensor:
+def select_top(
+    score: Tensor, eligible: Tensor, quota: Tensor, last: Tensor | None = None
+) -> Tensor:
     """The `quota` best eligible positions of each row, as `(B, T)` bool.
 
     Args:

@@ -1,7 +1,8 @@
 """The one cost model: analytic FLOPs and KV bytes of what a response ran.
 
-Conventions: FLOPs = 2 x multiply-accumulates of matrix products; norms, activations and rotary embeddings are not
-counted. The language-model layers, the head and the vision encoder are separate lines, because papers count
+Conventions: FLOPs = 2 x multiply-accumulates of matrix products; norms, activations and rotary
+embeddings are not counted. The language-model layers, the head and the vision encoder are separate
+lines, because papers count
 different subsets: LOWN's relative cost counts language-model layers only.
 """
 
@@ -156,8 +157,8 @@ class Cost:
         flops: decoder layers, all rows and forwards.
         head_flops: language-model head.
         vision_flops: tower and projector, once per response.
-        baseline_flops: decoder layers of the baseline sampler with the same settings and no stage, run to its last
-            step (no early stop).
+        baseline_flops: decoder layers of the baseline sampler with the same settings and no stage,
+            run to its last step (no early stop).
         calls: model calls; a batched call counts once.
         forwards: row forwards by `(view, kind)`.
         baseline_forwards: row forwards of the baseline sampler with the same settings (FULL view).

@@ -1,4 +1,6 @@
-"""The decode loop: the only place that steps, commits, stops and records, for every model and sampler."""
+"""The decode loop: the only place that steps, commits, stops and records, for every model and
+sampler.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,9 @@ def decode(
 ) -> None:
     """Fills `predictor.canvas`.
 
-    Rows advance on their own: each has its block, its step in the block and its stop, so a row's tokens do not depend on
-    its neighbours, and a finished row takes no further part. The host reads the device once per step here, and once in
-    each forward, whatever the number of rows.
+    Rows advance on their own: each has its block, its step in the block and its stop, so a row's
+    tokens do not depend on its neighbours, and a finished row takes no further part. The host reads
+    the device once per step here, and once in each forward, whatever the number of rows.
 
     Args:
         predictor: holds the model, the prompts and the canvas.
@@ -60,7 +62,9 @@ def decode(
     began = time.perf_counter()
     while True:
         eligible = progress.advance(canvas)
-        is_active, has_nan, is_broken = torch.stack([eligible.any(), predictor.has_nan, broken]).tolist()
+        is_active, has_nan, is_broken = torch.stack(
+            [eligible.any(), predictor.has_nan, broken]
+        ).tolist()
         if has_nan:
             raise NumericalError(
                 f"the model returned NaN at step {step_index}; try dtype=float32 or bfloat16, and check the weights."
@@ -93,13 +97,17 @@ def decode(
         update_stop_position(canvas, stops, quirks.stop_rule)
         if on_step is not None:
             now = time.perf_counter()
-            on_step(StepRecord.create(step_index, now - began, context, step, commit, forced, canvas))
+            on_step(
+                StepRecord.create(step_index, now - began, context, step, commit, forced, canvas)
+            )
             began = now
         step_index += 1
 
 
 def _at_least_one(step: Step, eligible: Tensor, quirks: Quirks) -> tuple[Tensor, Tensor]:
-    """The step's commits, with the draft's best position for rows that commit none; and where that was needed."""
+    """The step's commits, with the draft's best position for rows that commit none; and where that
+    was needed.
+    """
     idle = eligible.any(dim=1) & ~step.commit.any(dim=1)
     if quirks.blocks_end_after_steps:
         idle = torch.zeros_like(idle)
@@ -138,7 +146,9 @@ class _Progress:
         )
 
     def advance(self, canvas: Canvas) -> Tensor:
-        """Moves rows whose block is done to the next one with open positions; returns the eligible positions."""
+        """Moves rows whose block is done to the next one with open positions; returns the eligible
+        positions.
+        """
         open_per_block = (canvas.is_open[:, canvas.lead :].float() @ self.membership).long()
         blocks = torch.arange(len(self.steps), device=self.block.device)
         current = self.block.clamp_min(0)
@@ -150,7 +160,9 @@ class _Progress:
         has_block = candidates.any(dim=1)
         block = torch.where(has_block, candidates.to(torch.int8).argmax(dim=1), current)
         is_new = has_block & (block != self.block)
-        self.num_open = torch.where(is_new, open_per_block.gather(1, block[:, None])[:, 0], self.num_open)
+        self.num_open = torch.where(
+            is_new, open_per_block.gather(1, block[:, None])[:, 0], self.num_open
+        )
         self.step = torch.where(is_new, 0, self.step)
         self.block = torch.where(has_block, block, self.block)
 

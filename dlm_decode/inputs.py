@@ -51,14 +51,20 @@ class RowInput:
 
 
 def rows_from_text(
-    processor: VlmProcessor, prompts: Sequence[str], images: Any, videos: Any, is_batch: bool, drops_token: bool
+    processor: VlmProcessor,
+    prompts: Sequence[str],
+    images: Any,
+    videos: Any,
+    is_batch: bool,
+    drops_token: bool,
 ) -> list[RowInput]:
     """Prepares text prompts with their images and videos.
 
     Args:
         processor: tokenizer and image processing.
         prompts: one question per row.
-        images: for a single prompt, one image or a list; for a batch, such a value per row, or `None`.
+        images: for a single prompt, one image or a list; for a batch, such a value per row, or
+            `None`.
         videos: likewise.
         is_batch: whether `prompts` came as a list.
         drops_token: the official tokenizer helper's loss of a token after each image.
@@ -109,12 +115,14 @@ def _media_of_row(media: Any, row: int, num_rows: int, is_batch: bool, name: str
     return list(media) if isinstance(media, (list, tuple)) else [media]
 
 
-def rows_from_ids(input_ids: Any, pixel_values: Any, image_sizes: Any, modalities: Any) -> list[RowInput]:
+def rows_from_ids(
+    input_ids: Any, pixel_values: Any, image_sizes: Any, modalities: Any
+) -> list[RowInput]:
     """Prepares the low-level entry.
 
     Args:
-        input_ids: `(P0,)` or `(1, P0)` ids for one row; a list of `(P0,)` tensors for a batch, whose other arguments are
-            then lists with one entry per row.
+        input_ids: `(P0,)` or `(1, P0)` ids for one row; a list of `(P0,)` tensors for a batch,
+            whose other arguments are then lists with one entry per row.
         pixel_values: preprocessed pixels as `DiffusionModel.encode_prompt` takes them.
         image_sizes: `(width, height)` per image.
         modalities: `"image"` or `"video"` per image.
@@ -122,12 +130,20 @@ def rows_from_ids(input_ids: Any, pixel_values: Any, image_sizes: Any, modalitie
     Raises:
         InvalidInputError: no ids, a wrong shape, or lists of different lengths.
     """
-    is_batch = isinstance(input_ids, (list, tuple)) and len(input_ids) > 0 and not isinstance(input_ids[0], int)
+    is_batch = (
+        isinstance(input_ids, (list, tuple))
+        and len(input_ids) > 0
+        and not isinstance(input_ids[0], int)
+    )
     rows = list(input_ids) if is_batch else [input_ids]
     extras: list[tuple[Any, Any, Any]] = [(pixel_values, image_sizes, modalities)]
     if is_batch:
         lists = []
-        for name, value in (("pixel_values", pixel_values), ("image_sizes", image_sizes), ("modalities", modalities)):
+        for name, value in (
+            ("pixel_values", pixel_values),
+            ("image_sizes", image_sizes),
+            ("modalities", modalities),
+        ):
             if value is not None and len(value) != len(rows):
                 raise InvalidInputError(
                     f"{name} has {len(value)} entries for {len(rows)} rows of input_ids; give one per row."
@@ -144,12 +160,15 @@ def rows_from_ids(input_ids: Any, pixel_values: Any, image_sizes: Any, modalitie
                 f"input_ids of a row must have shape (P,) with P >= 1, got {tuple(row.shape)}; for a batch pass a list of "
                 "such tensors."
             )
-        prepared.append(RowInput(input_ids=row, pixel_values=pixels, image_sizes=sizes, modalities=kinds))
+        prepared.append(
+            RowInput(input_ids=row, pixel_values=pixels, image_sizes=sizes, modalities=kinds)
+        )
     return prepared
 
 
 def rows_from_embeds(inputs_embeds: Any) -> list[RowInput]:
-    """Prepares ready embeddings: `(P, D)` or `(1, P, D)` for one row, a list of `(P, D)` for a batch.
+    """Prepares ready embeddings: `(P, D)` or `(1, P, D)` for one row, a list of `(P, D)` for a
+    batch.
 
     Raises:
         InvalidInputError: another shape.
@@ -159,7 +178,9 @@ def rows_from_embeds(inputs_embeds: Any) -> list[RowInput]:
     for row in rows:
         row = row[0] if row.dim() == 3 and row.shape[0] == 1 else row
         if row.dim() != 2 or row.shape[0] == 0:
-            raise InvalidInputError(f"inputs_embeds of a row must have shape (P, D) with P >= 1, got {tuple(row.shape)}.")
+            raise InvalidInputError(
+                f"inputs_embeds of a row must have shape (P, D) with P >= 1, got {tuple(row.shape)}."
+            )
         prepared.append(RowInput(embeds=row))
     return prepared
 
@@ -170,7 +191,11 @@ def encode_row(model: DiffusionModel, row: RowInput, device: torch.device) -> Pr
         embeds = row.embeds.to(device)
         length = embeds.shape[0]
         unknown = torch.zeros(length, dtype=torch.long, device=device)
-        return Prompt(embeds=embeds, ids=unknown, is_visual=torch.zeros(length, dtype=torch.bool, device=device))
+        return Prompt(
+            embeds=embeds,
+            ids=unknown,
+            is_visual=torch.zeros(length, dtype=torch.bool, device=device),
+        )
     if row.input_ids is None:
         raise AssertionError("a row needs ids or embeddings")
     return model.encode_prompt(

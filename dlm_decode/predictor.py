@@ -1,4 +1,6 @@
-"""Runs the language model on a view of the sequence and proposes tokens at the asked canvas positions."""
+"""Runs the language model on a view of the sequence and proposes tokens at the asked canvas
+positions.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ class View:
     Attributes:
         name: as reported in trajectories and costs.
         has_visual: whether visual tokens are in the sequence.
-        positions: without visual tokens, `"packed"` numbers the remaining tokens 0, 1, ...; `"original"` leaves them the
-            numbers that they have in the full sequence.
+        positions: without visual tokens, `"packed"` numbers the remaining tokens 0, 1, ...;
+            `"original"` leaves them the numbers that they have in the full sequence.
     """
 
     name: str
@@ -52,7 +54,8 @@ class Prediction:
         tokens: `(B, C)` long proposed tokens; the mask id where nothing was asked.
         top_tokens: `(B, C)` long argmax; equals `tokens` at temperature 0.
         log_prob: `(B, C)` float32; -inf where nothing was asked.
-        margin: `(B, C)` float32 top-1 minus top-2 probability, if asked for; -inf where nothing was asked.
+        margin: `(B, C)` float32 top-1 minus top-2 probability, if asked for; -inf where nothing was
+            asked.
         entropy: `(B, C)` float32 in nats, if asked for; +inf where nothing was asked.
     """
 
@@ -111,14 +114,22 @@ class Predictor:
         self.generators = generators
         self.meter = meter
         self.device = canvas.tokens.device
-        self.has_visual = torch.tensor([prompt.num_visual > 0 for prompt in prompts], device=self.device)
+        self.has_visual = torch.tensor(
+            [prompt.num_visual > 0 for prompt in prompts], device=self.device
+        )
         self.has_nan = torch.zeros((), dtype=torch.bool, device=self.device)
         lead = canvas.lead
         self._prompts = [_without_tail(prompt, lead) for prompt in prompts]
-        self._lead_embeds = torch.stack([prompt.embeds[prompt.length - lead :] for prompt in prompts]) if lead else None
+        self._lead_embeds = (
+            torch.stack([prompt.embeds[prompt.length - lead :] for prompt in prompts])
+            if lead
+            else None
+        )
         self._lead_is_open = canvas.is_open[:, :lead].clone()
         self._suffix = model.embed(suffix_ids.to(self.device)) if suffix_ids is not None else None
-        self._suppressed = torch.tensor(sorted(set(suppressed_ids)), dtype=torch.long, device=self.device)
+        self._suppressed = torch.tensor(
+            sorted(set(suppressed_ids)), dtype=torch.long, device=self.device
+        )
         mask_id = torch.tensor([model.special_ids.mask], device=self.device)
         self._mask_embed = model.embed(mask_id)[0]
         self._layouts: dict[View, _Layout] = {}
@@ -142,8 +153,11 @@ class Predictor:
         return tuple(length + extra for length in self._layout(view).lengths)
 
     @torch.no_grad()
-    def __call__(self, view: View, positions: Tensor, statistics: Collection[str] = ()) -> Prediction:
-        """One forward over the rows that ask for something; other rows take no part and cost nothing.
+    def __call__(
+        self, view: View, positions: Tensor, statistics: Collection[str] = ()
+    ) -> Prediction:
+        """One forward over the rows that ask for something; other rows take no part and cost
+        nothing.
 
         Args:
             view: what the forward sees.
@@ -155,18 +169,24 @@ class Predictor:
         """
         where = positions.nonzero()
         asked = where.cpu()
-        rows, counts = (part.tolist() for part in asked[:, 0].unique_consecutive(return_counts=True))
+        rows, counts = (
+            part.tolist() for part in asked[:, 0].unique_consecutive(return_counts=True)
+        )
         prediction = self._empty(statistics)
         if not rows:
             return prediction
         hidden, cond_rows = self._forward(view, rows, counts)
         index_of_row = {row: index for index, row in enumerate(rows)}
-        local = torch.tensor([index_of_row[row] for row in asked[:, 0].tolist()], device=self.device)
+        local = torch.tensor(
+            [index_of_row[row] for row in asked[:, 0].tolist()], device=self.device
+        )
         first = hidden.shape[1] - self.num_suffix - self.canvas.width
         columns = where[:, 1] + first - int(self.model.shift_logits)
         picked = hidden[local, columns]
         unconditional = hidden[local + cond_rows, columns] if self.settings.cfg_scale > 0 else None
-        proposal = self._propose(picked, unconditional, self._noise(rows, counts, asked[:, 1]), statistics)
+        proposal = self._propose(
+            picked, unconditional, self._noise(rows, counts, asked[:, 1]), statistics
+        )
         self.has_nan |= proposal.log_prob.isnan().any()
 
         keys = (where[:, 0], where[:, 1])
@@ -175,7 +195,9 @@ class Predictor:
         return prediction
 
     def uniform(self, positions: Tensor) -> Tensor:
-        """`(B, C)` float32 random numbers in [0, 1) at the asked positions, from each row's own generator."""
+        """`(B, C)` float32 random numbers in [0, 1) at the asked positions, from each row's own
+        generator.
+        """
         drawn = torch.zeros(positions.shape, device=self.device)
         is_full = self.settings.quirks.random_stream == "full"
         for row in positions.any(dim=1).nonzero()[:, 0].tolist():
@@ -202,12 +224,16 @@ class Predictor:
 
     def _layout(self, view: View) -> _Layout:
         if view not in self._layouts:
-            prompts = self._prompts if view.has_visual else [_text_only(p, view) for p in self._prompts]
+            prompts = (
+                self._prompts if view.has_visual else [_text_only(p, view) for p in self._prompts]
+            )
             self._layouts[view] = _pad_left(prompts)
         return self._layouts[view]
 
     def _forward(self, view: View, rows: list[int], counts: list[int]) -> tuple[Tensor, int]:
-        """Hidden states `(R, S, D)` of the asked rows, the unconditional rows behind them; and R without those."""
+        """Hidden states `(R, S, D)` of the asked rows, the unconditional rows behind them; and R
+        without those.
+        """
         layout = self._layout(view)
         lengths = [layout.lengths[row] for row in rows]
         start = layout.embeds.shape[1] - max(lengths)
@@ -217,7 +243,9 @@ class Predictor:
         suffix = [] if self._suffix is None else [self._suffix.expand(num_rows, -1, -1)]
         embeds = torch.cat([prompt, canvas, *suffix], dim=1)
         offsets = torch.arange(tail, device=self.device)
-        positions = torch.cat([layout.positions[index, start:], layout.next_position[index, None] + offsets], dim=1)
+        positions = torch.cat(
+            [layout.positions[index, start:], layout.next_position[index, None] + offsets], dim=1
+        )
         key_mask = None
         if min(lengths) < max(lengths):
             is_real = layout.is_real[index, start:]
@@ -239,7 +267,9 @@ class Predictor:
         lead = self.canvas.lead
         if self._lead_embeds is not None:
             is_open = self._lead_is_open[rows].unsqueeze(-1)
-            embeds[:, :lead] = torch.where(is_open, embeds[:, :lead], self._lead_embeds[rows].to(embeds.dtype))
+            embeds[:, :lead] = torch.where(
+                is_open, embeds[:, :lead], self._lead_embeds[rows].to(embeds.dtype)
+            )
         return embeds
 
     def _noise(self, rows: list[int], counts: list[int], columns: Tensor) -> list[Tensor] | None:
@@ -257,14 +287,20 @@ class Predictor:
                 kept = []
                 for start in range(0, length, _NOISE_CHUNK):
                     shape = (min(_NOISE_CHUNK, length - start), size)
-                    part = torch.rand(shape, dtype=self._noise_dtype, generator=generator, device=self.device)
+                    part = torch.rand(
+                        shape, dtype=self._noise_dtype, generator=generator, device=self.device
+                    )
                     inside = wanted[(wanted >= start) & (wanted < start + _NOISE_CHUNK)] - start
                     kept.append(part[inside.to(self.device)])
                 drawn.append(torch.cat(kept))
             else:
                 for part in wanted.split(_NOISE_CHUNK):
                     shape = (len(part), size)
-                    drawn.append(torch.rand(shape, dtype=self._noise_dtype, generator=generator, device=self.device))
+                    drawn.append(
+                        torch.rand(
+                            shape, dtype=self._noise_dtype, generator=generator, device=self.device
+                        )
+                    )
         return drawn
 
     @property
@@ -274,9 +310,17 @@ class Predictor:
         return min(size, self.model.num_valid_tokens or size)
 
     def _propose(
-        self, hidden: Tensor, unconditional: Tensor | None, noise: list[Tensor] | None, statistics: Collection[str]
+        self,
+        hidden: Tensor,
+        unconditional: Tensor | None,
+        noise: list[Tensor] | None,
+        statistics: Collection[str],
     ) -> Proposal:
-        sizes = [len(part) for part in noise] if noise is not None else _chunks(len(hidden), _HEAD_CHUNK)
+        sizes = (
+            [len(part) for part in noise]
+            if noise is not None
+            else _chunks(len(hidden), _HEAD_CHUNK)
+        )
         parts, start = [], 0
         for index, size in enumerate(sizes):
             piece = slice(start, start + size)
@@ -291,7 +335,9 @@ class Predictor:
                     temperature=self.settings.temperature,
                     uniform=None if noise is None else noise[index],
                     statistics=statistics,
-                    unproposable=None if self.settings.quirks.may_predict_mask else self.model.special_ids.mask,
+                    unproposable=None
+                    if self.settings.quirks.may_predict_mask
+                    else self.model.special_ids.mask,
                 )
             )
             start += size
@@ -325,7 +371,11 @@ def _without_tail(prompt: Prompt, count: int) -> Prompt:
 def _text_only(prompt: Prompt, view: View) -> Prompt:
     keep = ~prompt.is_visual
     text = replace(
-        prompt, embeds=prompt.embeds[keep], ids=prompt.ids[keep], is_visual=prompt.is_visual[keep], spans=()
+        prompt,
+        embeds=prompt.embeds[keep],
+        ids=prompt.ids[keep],
+        is_visual=prompt.is_visual[keep],
+        spans=(),
     )
     if view.positions == "packed":
         return replace(text, position_ids=None, end_position=None)

@@ -1,7 +1,8 @@
-"""The trajectory: every step of a response, on the device while decoding and as plain dicts afterwards.
+"""The trajectory: every step of a response, on the device while decoding and as plain dicts
+afterwards.
 
-A trajectory file is JSON lines: one `run` line, one `step` line per step, one `end` line; `Trajectory.records` says what
-they hold.
+A trajectory file is JSON lines: one `run` line, one `step` line per step, one `end` line;
+`Trajectory.records` says what they hold.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ TokenText = Callable[[int], str]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step; tensors are `(B, C)` over canvas columns unless stated, and stay on the device until they are read.
+    """One step; tensors are `(B, C)` over canvas columns unless stated, and stay on the device
+    until they are read.
 
     Attributes:
         index: step number, from 0.
@@ -70,7 +72,9 @@ class StepRecord:
         forced: Tensor,
         canvas: Canvas,
     ) -> StepRecord:
-        """What the loop knows after a step; `forced` are commits that the loop added for an idle row."""
+        """What the loop knows after a step; `forced` are commits that the loop added for an idle
+        row.
+        """
         asked = step.draft.log_prob > float("-inf")
         return cls(
             index=index,
@@ -107,12 +111,17 @@ class StepRecord:
         for row in (index for index, is_active in enumerate(active) if is_active):
             commits = []
             for column in commit[row].nonzero()[:, 0].tolist():
-                reason = next((name for name, mask in reasons.items() if mask[row, column]), "quota")
+                reason = next(
+                    (name for name, mask in reasons.items() if mask[row, column]), "quota"
+                )
                 commits.append([*entry(row, column, tokens, confidence), reason])
             drafts = [
-                entry(row, column, draft, draft_confidence) for column in (draft[row] >= 0).nonzero()[:, 0].tolist()
+                entry(row, column, draft, draft_confidence)
+                for column in (draft[row] >= 0).nonzero()[:, 0].tolist()
             ]
-            views = {forward.view for forward in self.forwards if row in forward.rows} - {"UNCONDITIONAL"}
+            views = {forward.view for forward in self.forwards if row in forward.rows} - {
+                "UNCONDITIONAL"
+            }
             rows.append(
                 {
                     "row": row,
@@ -155,7 +164,8 @@ class Trajectory:
         """JSON-ready dicts: `run`, the steps, `end`.
 
         A step has `step`, `seconds`, `forwards` and per active row `block`, `route`, `commits` as
-        `[position, token, text, confidence, reason]`, `draft` as `[position, token, text, confidence]`, and `info`.
+        `[position, token, text, confidence, reason]`, `draft` as `[position, token, text,
+        confidence]`, and `info`.
         """
         yield self.run
         for step in self.steps:
@@ -173,7 +183,9 @@ class Trajectory:
         return path
 
     def commit_steps(self, row: int = 0) -> list[int | None]:
-        """Step at which each response position of `row` was committed; `None` where it never was."""
+        """Step at which each response position of `row` was committed; `None` where it never
+        was.
+        """
         width = self.steps[0].commit.shape[1] - self.steps[0].lead if self.steps else 0
         committed: list[int | None] = [None] * width
         for step in self.steps:
@@ -190,7 +202,9 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     if not path.is_file():
-        raise InvalidInputError(f"no trajectory file at {str(path)!r}; record one with --trajectory out.jsonl.")
+        raise InvalidInputError(
+            f"no trajectory file at {str(path)!r}; record one with --trajectory out.jsonl."
+        )
     lines: Sequence[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -199,10 +213,16 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines) and records:
                 break
-            raise InvalidInputError(f"{str(path)!r} is not a trajectory: line {number} is not JSON ({error}).") from None
+            raise InvalidInputError(
+                f"{str(path)!r} is not a trajectory: line {number} is not JSON ({error})."
+            ) from None
         if not isinstance(record, dict) or record.get("type") not in ("run", "step", "end"):
-            raise InvalidInputError(f"{str(path)!r} is not a trajectory: line {number} has no known 'type'.")
+            raise InvalidInputError(
+                f"{str(path)!r} is not a trajectory: line {number} has no known 'type'."
+            )
         records.append(record)
     if not records or records[0]["type"] != "run":
-        raise InvalidInputError(f"{str(path)!r} is not a trajectory: it does not begin with a 'run' record.")
+        raise InvalidInputError(
+            f"{str(path)!r} is not a trajectory: it does not begin with a 'run' record."
+        )
     return records

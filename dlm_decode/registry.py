@@ -1,7 +1,8 @@
 """Names for samplers, stages and cache policies, and specs such as `"baseline:remasking=margin"`.
 
-A built-in or third-party class is found in one of three ways: it lies in the package that the registry searches, it is
-registered by the decorator, or an installed distribution names it in the registry's entry-point group.
+A built-in or third-party class is found in one of three ways: it lies in the package that the
+registry searches, it is registered by the decorator, or an installed distribution names it in the
+registry's entry-point group.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def make(self, spec: T | str, options: Mapping[str, Any] | None = None) -> T:
-        """An instance from a name, a spec `"name:key=value,key=value"`, or an instance (returned as it is).
+        """An instance from a name, a spec `"name:key=value,key=value"`, or an instance (returned as
+        it is).
 
         Args:
             spec: what to make.
@@ -93,7 +95,8 @@ class Registry(Generic[T]):
 
         Raises:
             UnknownNameError: unknown name or knob.
-            InvalidInputError: a malformed spec, a value that the class rejects, or options beside an instance.
+            InvalidInputError: a malformed spec, a value that the class rejects, or options beside
+                an instance.
         """
         if not isinstance(spec, str):
             if isinstance(spec, type):
@@ -125,7 +128,9 @@ def _parse_options(text: str, spec: str) -> dict[str, Any]:
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
-            raise InvalidInputError(f"cannot read {part!r} in {spec!r}; write name:key=value,key=value.")
+            raise InvalidInputError(
+                f"cannot read {part!r} in {spec!r}; write name:key=value,key=value."
+            )
         try:
             options[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):

@@ -17,7 +17,8 @@ __all__ = ["BlockSchedule", "uniform_quota"]
 class BlockSchedule:
     """Blocks of the canvas, and the steps that each block gets.
 
-    A last block may be shorter than the others. Steps that do not divide evenly go to the first blocks.
+    A last block may be shorter than the others. Steps that do not divide evenly go to the first
+    blocks.
 
     Args:
         gen_length: T, canvas length.
@@ -38,8 +39,12 @@ class BlockSchedule:
         for name in ("gen_length", "steps", "block_length"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        given = f"gen_length {self.gen_length}, block_length {self.block_length}, steps {self.steps}"
+                raise InvalidInputError(
+                    f"{name} must be a whole number of at least 1, got {value!r}."
+                )
+        given = (
+            f"gen_length {self.gen_length}, block_length {self.block_length}, steps {self.steps}"
+        )
         if self.block_length > self.gen_length:
             raise InvalidInputError(
                 f"{given}: a block is longer than the canvas; use block_length <= {self.gen_length}."
@@ -73,7 +78,8 @@ class BlockSchedule:
         return tuple((start, min(start + self.block_length, self.gen_length)) for start in starts)
 
     def num_steps(self, is_open: list[bool] | None = None) -> int:
-        """Steps that a sampler with exactly the quota takes: blocks with fewer open positions than steps end early.
+        """Steps that a sampler with exactly the quota takes: blocks with fewer open positions than
+        steps end early.
 
         Args:
             is_open: `T` flags of positions to be decoded; all of them by default.
@@ -86,7 +92,8 @@ class BlockSchedule:
 
 
 def uniform_quota(num_open: Tensor, steps: Tensor, step: Tensor) -> Tensor:
-    """Positions to commit in one step of a block, as even as whole numbers allow, larger shares first.
+    """Positions to commit in one step of a block, as even as whole numbers allow, larger shares
+    first.
 
     Args:
         num_open: `(B,)` open positions when the row entered its block.

@@ -25,10 +25,13 @@ class Settings:
         steps: steps over all blocks; the quota per step follows from it.
         block_length: positions per block.
         temperature: 0 is greedy; above 0 tokens are sampled from softmax(logits / temperature).
-        cfg_scale: classifier-free guidance: logits = u + (cfg_scale + 1)(c - u), u from a view with the prompt masked.
+        cfg_scale: classifier-free guidance: logits = u + (cfg_scale + 1)(c - u), u from a view with
+            the prompt masked.
         seed: seed of each row's random generator: one number for every row, or one per row.
-        eos_last: end-of-sequence ids may be predicted, but are committed only when nothing else is left to commit.
-        preset: `"official"` reproduces the model's own program with its quirks; `None` has them fixed.
+        eos_last: end-of-sequence ids may be predicted, but are committed only when nothing else is
+            left to commit.
+        preset: `"official"` reproduces the model's own program with its quirks; `None` has them
+            fixed.
     """
 
     gen_length: int = DEFAULT_GEN_LENGTH
@@ -43,19 +46,29 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("temperature", "cfg_scale"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise InvalidInputError(f"{name} must be a finite number of at least 0, got {value!r}.")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 0 <= value < math.inf
+            ):
+                raise InvalidInputError(
+                    f"{name} must be a finite number of at least 0, got {value!r}."
+                )
         if self.preset not in (None, "official"):
             raise UnknownNameError("preset", str(self.preset), ["official"])
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
         if not all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds):
-            raise InvalidInputError(f"seed must be whole numbers from 0 to 2**63 - 1, got {self.seed!r}.")
+            raise InvalidInputError(
+                f"seed must be whole numbers from 0 to 2**63 - 1, got {self.seed!r}."
+            )
         _ = self.schedule
 
     @property
     def schedule(self) -> BlockSchedule:
         """Blocks and steps per block."""
-        return BlockSchedule(self.gen_length, self.steps, self.block_length, is_strict=self.preset == "official")
+        return BlockSchedule(
+            self.gen_length, self.steps, self.block_length, is_strict=self.preset == "official"
+        )
 
     @property
     def quirks(self) -> Quirks:
@@ -68,15 +81,19 @@ class Quirks:
     """Behaviour of the official LLaDA and LLaDA-V programs that the default fixes.
 
     Attributes:
-        may_predict_mask: the mask id is a candidate; a predicted mask id stays open and can survive to the output.
-        blocks_end_after_steps: a block ends after its steps even with positions left open; they compete later.
+        may_predict_mask: the mask id is a candidate; a predicted mask id stays open and can survive
+            to the output.
+        blocks_end_after_steps: a block ends after its steps even with positions left open; they
+            compete later.
         fills_prompt_masks: mask ids in the prompt are filled like the response, and take its quota.
-        stop_rule: `"earliest"` honours every stop sequence; `"listed"` keeps the first match in list order, after which
-            only the first listed sequence can move the stop.
-        random_stream: `"rows"` draws noise for the asked positions only, so that a row is independent of its batch;
-            `"full"` draws for every position of the sequence, as the official programs consume their generator.
+        stop_rule: `"earliest"` honours every stop sequence; `"listed"` keeps the first match in
+            list order, after which only the first listed sequence can move the stop.
+        random_stream: `"rows"` draws noise for the asked positions only, so that a row is
+            independent of its batch; `"full"` draws for every position of the sequence, as the
+            official programs consume their generator.
         has_default_stops: the model's own stop ids apply when no stop is given.
-        drops_token_after_image: the tokenizer helper loses the first token after each image placeholder.
+        drops_token_after_image: the tokenizer helper loses the first token after each image
+            placeholder.
     """
 
     may_predict_mask: bool = False
@@ -101,21 +118,26 @@ OFFICIAL_QUIRKS = Quirks(
 
 
 def resolve_settings(given: Mapping[str, Any], model_defaults: Mapping[str, Any]) -> Settings:
-    """Settings from a call's arguments, the model folder's defaults, and `Settings`' own, in this order.
+    """Settings from a call's arguments, the model folder's defaults, and `Settings`' own, in this
+    order.
 
-    Lengths that nobody names follow from those that somebody does: `steps` and `block_length` default to `gen_length`,
-    and a model's defaults for them hold only together with the model's `gen_length`.
+    Lengths that nobody names follow from those that somebody does: `steps` and `block_length`
+    default to `gen_length`, and a model's defaults for them hold only together with the model's
+    `gen_length`.
 
     Args:
         given: arguments of the call, `None` for those left out.
-        model_defaults: the model folder's generation defaults; keys that `Settings` lacks are ignored.
+        model_defaults: the model folder's generation defaults; keys that `Settings` lacks are
+            ignored.
 
     Raises:
         InvalidInputError: values that cannot work.
     """
     names = {field.name for field in dataclasses.fields(Settings)}
     chosen = {key: value for key, value in given.items() if value is not None}
-    defaults = {key: value for key, value in model_defaults.items() if key in names and value is not None}
+    defaults = {
+        key: value for key, value in model_defaults.items() if key in names and value is not None
+    }
     if "gen_length" in chosen and chosen["gen_length"] != defaults.get("gen_length"):
         for key in ("steps", "block_length"):
             defaults.pop(key, None)

@@ -24,17 +24,23 @@ def update_stop_position(canvas: Canvas, stops: Sequence[Sequence[int]], rule: s
         return
     tokens, is_open = canvas.tokens[:, canvas.lead :], canvas.is_open[:, canvas.lead :]
     none = canvas.width
-    found = torch.stack([_first_match(tokens, is_open, stop, none, canvas.lead) for stop in stops], dim=1)
+    found = torch.stack(
+        [_first_match(tokens, is_open, stop, none, canvas.lead) for stop in stops], dim=1
+    )
     if rule == "earliest":
         candidate = found.min(dim=1).values
     else:
         matches = found < none
-        in_list_order = found.gather(1, matches.to(torch.int8).argmax(dim=1, keepdim=True)).squeeze(1)
+        in_list_order = found.gather(1, matches.to(torch.int8).argmax(dim=1, keepdim=True)).squeeze(
+            1
+        )
         candidate = torch.where(canvas.stop_position < none, found[:, 0], in_list_order)
     canvas.stop_position = torch.minimum(canvas.stop_position, candidate)
 
 
-def _first_match(tokens: Tensor, is_open: Tensor, stop: Sequence[int], none: int, lead: int) -> Tensor:
+def _first_match(
+    tokens: Tensor, is_open: Tensor, stop: Sequence[int], none: int, lead: int
+) -> Tensor:
     """`(B,)` first column where all of `stop` stands committed, `none` if nowhere."""
     num_starts = tokens.shape[1] - len(stop) + 1
     if num_starts < 1:

@@ -13,7 +13,8 @@ MASK_CHARACTER = "\u2591"
 
 
 class ConsoleStreamer:
-    """A streamer with the protocol of transformers' `TextDiffusionStreamer`: `put`, `put_draft`, `end`.
+    """A streamer with the protocol of transformers' `TextDiffusionStreamer`: `put`, `put_draft`,
+    `end`.
 
     On a terminal the draft is redrawn in place; elsewhere each draft is a line.
 
@@ -48,7 +49,10 @@ class ConsoleStreamer:
 
     def put_draft(self, value: Any) -> None:
         """The canvas after a step."""
-        pieces = [MASK_CHARACTER if token == self._mask_id else self._token_text(token) for token in _ids(value)]
+        pieces = [
+            MASK_CHARACTER if token == self._mask_id else self._token_text(token)
+            for token in _ids(value)
+        ]
         line = " ".join(piece.replace("\n", "\u23ce") for piece in pieces)
         self._erase()
         self._stream.write(line + "\n")
@@ -69,4 +73,8 @@ class ConsoleStreamer:
 
 def _ids(value: Any) -> list[int]:
     values = value.tolist() if hasattr(value, "tolist") else list(value)
-    return [token for row in values for token in row] if values and isinstance(values[0], list) else values
+    return (
+        [token for row in values for token in row]
+        if values and isinstance(values[0], list)
+        else values
+    )

@@ -42,8 +42,8 @@ def make_tracker(spec: Any) -> Tracker | None:
     """A tracker from what `generate(track=)` takes.
 
     Args:
-        spec: `None`, `"wandb"` (mode from WANDB_MODE), `"wandb:offline"`, `"wandb:online"`, `"wandb:disabled"`,
-            `"trackio"`, `"jsonl:PATH"`, a tracker, or a list of these.
+        spec: `None`, `"wandb"` (mode from WANDB_MODE), `"wandb:offline"`, `"wandb:online"`,
+            `"wandb:disabled"`, `"trackio"`, `"jsonl:PATH"`, a tracker, or a list of these.
 
     Raises:
         UnknownNameError: another name.
@@ -56,7 +56,9 @@ def make_tracker(spec: Any) -> Tracker | None:
         return _Several(parts)
     if not isinstance(spec, str):
         if not isinstance(spec, Tracker):
-            raise InvalidInputError(f"a tracker needs start, step and finish; {type(spec).__name__} lacks one of them.")
+            raise InvalidInputError(
+                f"a tracker needs start, step and finish; {type(spec).__name__} lacks one of them."
+            )
         return spec
     name, _, rest = spec.partition(":")
     if name == "jsonl":
@@ -123,7 +125,9 @@ class JsonlTracker:
 
 
 def step_scalars(record: Record) -> dict[str, float]:
-    """Numbers of one step: commits, mean confidence, seconds, FLOPs, and row forwards by view and kind."""
+    """Numbers of one step: commits, mean confidence, seconds, FLOPs, and row forwards by view and
+    kind.
+    """
     commits = [commit for row in record["rows"] for commit in row["commits"]]
     scalars: dict[str, float] = {
         "commits": len(commits),
@@ -141,7 +145,11 @@ def step_scalars(record: Record) -> dict[str, float]:
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict):
-        return {key: item for name, part in value.items() for key, item in _flat(f"{prefix}/{name}", part).items()}
+        return {
+            key: item
+            for name, part in value.items()
+            for key, item in _flat(f"{prefix}/{name}", part).items()
+        }
     return {prefix: value}
 
 
@@ -162,14 +170,25 @@ class _RunTracker:
         self._records.append(record)
         for row in record["rows"]:
             for position, token, text, confidence, reason in row["commits"]:
-                entry = [row["row"], position, record["step"], token, text, confidence, reason, row["route"]]
+                entry = [
+                    row["row"],
+                    position,
+                    record["step"],
+                    token,
+                    text,
+                    confidence,
+                    reason,
+                    row["route"],
+                ]
                 self._commits.append(entry)
         self._log(step_scalars(record), record["step"])
 
     def finish(self, record: Record) -> None:
         """Logs table, summary and viewer page, and closes the run."""
         self._records.append(record)
-        self._close({**_flat("cost", record["cost"]), "texts": [row["text"] for row in record["rows"]]})
+        self._close(
+            {**_flat("cost", record["cost"]), "texts": [row["text"] for row in record["rows"]]}
+        )
 
     def _open(self, config: Record) -> None:
         raise NotImplementedError
@@ -182,7 +201,8 @@ class _RunTracker:
 
 
 class WandbTracker(_RunTracker):
-    """A wandb run per call: config, scalars per step, table of commits, summary, and the viewer page.
+    """A wandb run per call: config, scalars per step, table of commits, summary, and the viewer
+    page.
 
     Args:
         mode: `"online"`, `"offline"` or `"disabled"`; `None` leaves it to WANDB_MODE.
@@ -193,14 +213,22 @@ class WandbTracker(_RunTracker):
         InvalidInputError: wandb is not installed.
     """
 
-    def __init__(self, mode: str | None = None, project: str = _PROJECT, folder: str | Path | None = None) -> None:
+    def __init__(
+        self, mode: str | None = None, project: str = _PROJECT, folder: str | Path | None = None
+    ) -> None:
         super().__init__()
         try:
             import wandb
         except ImportError:
-            raise InvalidInputError("track='wandb' needs wandb; install dlm-decode[wandb].") from None
+            raise InvalidInputError(
+                "track='wandb' needs wandb; install dlm-decode[wandb]."
+            ) from None
         self._wandb = wandb
-        self._options: dict[str, Any] = {"project": project, "mode": mode, "dir": None if folder is None else str(folder)}
+        self._options: dict[str, Any] = {
+            "project": project,
+            "mode": mode,
+            "dir": None if folder is None else str(folder),
+        }
         self._run: Any = None
 
     def _open(self, config: Record) -> None:
@@ -231,7 +259,9 @@ class TrackioTracker(_RunTracker):
         try:
             import trackio
         except ImportError:
-            raise InvalidInputError("track='trackio' needs trackio; install it with pip install trackio.") from None
+            raise InvalidInputError(
+                "track='trackio' needs trackio; install it with pip install trackio."
+            ) from None
         self._trackio: Any = trackio
         self._project = project
 

@@ -19,8 +19,8 @@ _SLOT = "/*TRAJECTORY*/null"
 def render_html(trajectory: str | Path | Sequence[dict[str, Any]]) -> str:
     """The page for a trajectory file or its records.
 
-    Texts stand in the page as JSON with `<`, `>` and `&` escaped, and are inserted as text nodes, so no token can become
-    markup.
+    Texts stand in the page as JSON with `<`, `>` and `&` escaped, and are inserted as text nodes,
+    so no token can become markup.
 
     Raises:
         InvalidInputError: not a trajectory.

@@ -59,7 +59,8 @@ def load(
     Args:
         name_or_path: a shipped model (`shipped_models()`), a checkpoint folder, or a hub id.
         dtype: of the weights; what the checkpoint says by default.
-        device: where to put the model; the current default by default. Not together with `device_map`.
+        device: where to put the model; the current default by default. Not together with
+            `device_map`.
         device_map: as in transformers, for models over several devices.
         attn_implementation: `"sdpa"`, `"eager"`, `"flash_attention_2"` or `"flex_attention"`.
         mask_token_id: replaces the checkpoint's; likewise the others.
@@ -111,7 +112,8 @@ class Output:
 
     Attributes:
         text: the answer, or a list of answers for a batch; `None` without a tokenizer.
-        sequences: `(B, T')` ids of the response, cut at the stop, then the suffix; rows are padded on the right.
+        sequences: `(B, T')` ids of the response, cut at the stop, then the suffix; rows are padded
+            on the right.
         trajectory: every step.
         cost: FLOPs, forwards, seconds.
         stop_positions: response position of each row's stop sequence, `None` where none was found.
@@ -184,13 +186,14 @@ class DiffusionVlm:
     ) -> Output:
         """Answers one prompt or a batch.
 
-        Exactly one of `prompt`, `input_ids` and `inputs_embeds` is given. Rows of a batch get the tokens that they would
-        get alone. Lengths left out come from the model's own defaults, then from `Settings`.
+        Exactly one of `prompt`, `input_ids` and `inputs_embeds` is given. Rows of a batch get the
+        tokens that they would get alone. Lengths left out come from the model's own defaults, then
+        from `Settings`.
 
         Args:
             prompt: the question, or a list of questions.
-            images: an image or a list of images for one prompt (path, PIL image or array); one such entry per prompt for
-                a batch.
+            images: an image or a list of images for one prompt (path, PIL image or array); one such
+                entry per prompt for a batch.
             videos: likewise; a video is a file, a folder of frames, or a sequence of images.
             sampler: name, spec (`"baseline:remasking=margin"`) or instance.
             stages: vision stages that shrink the prompt, in order; names, specs or instances.
@@ -203,13 +206,15 @@ class DiffusionVlm:
             seed: one number (every row uses it), or one per row.
             eos_last: commit end-of-sequence ids only when nothing else is left.
             preset: `"official"` for the official program with its quirks.
-            stop: stop strings, ids or id sequences, in addition to the model's own; `False` for no stop at all. With the
-                official preset only what is given here stops.
-            suffix: text or ids that follow the canvas and are read by the model; appended to `sequences`.
-            prefill: text or ids that the canvas starts from; mask ids in it are decoded, everything else is kept
-                (infilling). For a batch a list with one entry per row.
+            stop: stop strings, ids or id sequences, in addition to the model's own; `False` for no
+                stop at all. With the official preset only what is given here stops.
+            suffix: text or ids that follow the canvas and are read by the model; appended to
+                `sequences`.
+            prefill: text or ids that the canvas starts from; mask ids in it are decoded, everything
+                else is kept (infilling). For a batch a list with one entry per row.
             suppress_token_ids: further ids that are never proposed.
-            streamer: object with `put`, `put_draft` and `end`, as transformers' `TextDiffusionStreamer`; one row only.
+            streamer: object with `put`, `put_draft` and `end`, as transformers'
+                `TextDiffusionStreamer`; one row only.
             track: `"wandb"`, `"trackio"`, `"jsonl:PATH"`, a tracker, or a list of them.
             input_ids: ids with the placeholder -200 per image; a list of 1-D tensors for a batch.
             pixel_values: preprocessed pixels that go with `input_ids`.
@@ -222,7 +227,8 @@ class DiffusionVlm:
 
         Raises:
             InvalidInputError: arguments that cannot work, named with what is allowed.
-            UnknownNameError: an unknown sampler, stage, cache, option or preset, with the nearest name.
+            UnknownNameError: an unknown sampler, stage, cache, option or preset, with the nearest
+                name.
             MediaError: an image or video that cannot be read.
             NumericalError: NaN logits.
         """
@@ -233,7 +239,9 @@ class DiffusionVlm:
             raise UnknownNameError("cache policy", str(cache), [])
         settings = resolve_settings(
             {
-                "gen_length": _prefill_length(prefill, self._encode) if gen_length is None else gen_length,
+                "gen_length": _prefill_length(prefill, self._encode)
+                if gen_length is None
+                else gen_length,
                 "steps": steps,
                 "block_length": block_length,
                 "temperature": temperature,
@@ -248,10 +256,20 @@ class DiffusionVlm:
         suffix_ids = self._ids(suffix, "suffix")
         tracker = make_tracker(track)
         rows, is_batch = self._rows(
-            prompt, images, videos, input_ids, pixel_values, image_sizes, modalities, inputs_embeds, settings
+            prompt,
+            images,
+            videos,
+            input_ids,
+            pixel_values,
+            image_sizes,
+            modalities,
+            inputs_embeds,
+            settings,
         )
         if streamer is not None and len(rows) > 1:
-            raise InvalidInputError(f"a streamer shows one row, got {len(rows)} prompts; drop it or pass one prompt.")
+            raise InvalidInputError(
+                f"a streamer shows one row, got {len(rows)} prompts; drop it or pass one prompt."
+            )
         self._check_pixels(rows)
         whole = [encode_row(self.model, row, self.device) for row in rows]
         prompts = []
@@ -261,7 +279,10 @@ class DiffusionVlm:
             prompts.append(row_prompt)
         self._check_context(whole, settings, len(suffix_ids or ()))
         canvas = self._canvas(prompts, settings, prefill, is_batch)
-        baseline = [self._baseline_cost(p, canvas, r, settings, len(suffix_ids or ())) for r, p in enumerate(whole)]
+        baseline = [
+            self._baseline_cost(p, canvas, r, settings, len(suffix_ids or ()))
+            for r, p in enumerate(whole)
+        ]
         meter = CostMeter(self.model.geometry, len(rows))
         predictor = Predictor(
             self.model,
@@ -274,7 +295,8 @@ class DiffusionVlm:
             suppressed_ids=self._suppressed(suppress_token_ids),
         )
         trajectory = Trajectory(
-            run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts), text_of=self.token_text
+            run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts),
+            text_of=self.token_text,
         )
         if tracker is not None:
             tracker.start(trajectory.run)
@@ -304,7 +326,9 @@ class DiffusionVlm:
         cost = Cost(
             flops=meter.flops,
             head_flops=meter.head_flops,
-            vision_flops=vision_flops(vision_part, tiles) if vision_part is not None and tiles else 0,
+            vision_flops=vision_flops(vision_part, tiles)
+            if vision_part is not None and tiles
+            else 0,
             baseline_flops=sum(flops for flops, _ in baseline),
             calls=meter.calls,
             forwards=dict(meter.forwards),
@@ -338,8 +362,12 @@ class DiffusionVlm:
                 f"pass exactly one of prompt, input_ids and inputs_embeds, got {' and '.join(given) or 'none'}."
             )
         if given != ["prompt"] and (images is not None or videos is not None):
-            raise InvalidInputError(f"images and videos go with prompt; with {given[0]} pass pixel_values.")
-        if given != ["input_ids"] and any(value is not None for value in (pixel_values, image_sizes, modalities)):
+            raise InvalidInputError(
+                f"images and videos go with prompt; with {given[0]} pass pixel_values."
+            )
+        if given != ["input_ids"] and any(
+            value is not None for value in (pixel_values, image_sizes, modalities)
+        ):
             raise InvalidInputError("pixel_values, image_sizes and modalities go with input_ids.")
         if input_ids is not None:
             rows = rows_from_ids(input_ids, pixel_values, image_sizes, modalities)
@@ -368,14 +396,20 @@ class DiffusionVlm:
     def _ids(self, value: str | Sequence[int] | None, name: str) -> tuple[int, ...] | None:
         if value is None:
             return None
-        ids = tuple(self._require_processor(f"{name} as text").encode(value) if isinstance(value, str) else value)
+        ids = tuple(
+            self._require_processor(f"{name} as text").encode(value)
+            if isinstance(value, str)
+            else value
+        )
         if not ids:
             raise InvalidInputError(f"{name} is empty; leave it out or give at least one token.")
         return ids
 
     def _stop_sequences(self, stop: Any, settings: Settings) -> list[tuple[int, ...]]:
         if stop is True:
-            raise InvalidInputError("stop=True means nothing; pass stop strings or ids, None or False.")
+            raise InvalidInputError(
+                "stop=True means nothing; pass stop strings or ids, None or False."
+            )
         if stop is False:
             return []
         given = [] if stop is None else [stop] if isinstance(stop, (str, int)) else list(stop)
@@ -393,21 +427,29 @@ class DiffusionVlm:
         special, size = self.model.special_ids, self.model.geometry.vocab_size
         wrong = [token for token in extra if not 0 <= token < size]
         if wrong:
-            raise InvalidInputError(f"suppress_token_ids {wrong} are outside the vocabulary of {size} ids.")
+            raise InvalidInputError(
+                f"suppress_token_ids {wrong} are outside the vocabulary of {size} ids."
+            )
         limit = min(size, self.model.num_valid_tokens or size)
         return sorted(token for token in {*special.suppress, *extra} if token < limit)
 
     def _generators(self, settings: Settings, num_rows: int) -> list[torch.Generator]:
         seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
         if len(seeds) != num_rows:
-            raise InvalidInputError(f"seed has {len(seeds)} entries for {num_rows} rows; give one number or one per row.")
+            raise InvalidInputError(
+                f"seed has {len(seeds)} entries for {num_rows} rows; give one number or one per row."
+            )
         return [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
 
     def _check_pixels(self, rows: Sequence[RowInput]) -> None:
         if any(row.num_tiles for row in rows) and self.model.geometry.vision is None:
-            raise InvalidInputError(f"{self.name!r} is a text-only model and cannot read images; drop images and videos.")
+            raise InvalidInputError(
+                f"{self.name!r} is a text-only model and cannot read images; drop images and videos."
+            )
 
-    def _check_context(self, prompts: Sequence[Prompt], settings: Settings, num_suffix: int) -> None:
+    def _check_context(
+        self, prompts: Sequence[Prompt], settings: Settings, num_suffix: int
+    ) -> None:
         limit = getattr(self.model.config, "max_position_embeddings", None)
         for row, prompt in enumerate(prompts):
             total = prompt.length + settings.gen_length + num_suffix
@@ -418,12 +460,20 @@ class DiffusionVlm:
                     "shorten the prompt, use fewer or smaller images, or a smaller gen_length."
                 )
 
-    def _canvas(self, prompts: Sequence[Prompt], settings: Settings, prefill: Any, is_batch: bool) -> Canvas:
+    def _canvas(
+        self, prompts: Sequence[Prompt], settings: Settings, prefill: Any, is_batch: bool
+    ) -> Canvas:
         mask_id, length = self.model.special_ids.mask, settings.gen_length
         tokens = torch.full((len(prompts), length), mask_id, dtype=torch.long)
-        is_per_row = is_batch and isinstance(prefill, (list, tuple)) and not all(isinstance(x, int) for x in prefill)
+        is_per_row = (
+            is_batch
+            and isinstance(prefill, (list, tuple))
+            and not all(isinstance(x, int) for x in prefill)
+        )
         if is_per_row and len(prefill) != len(prompts):
-            raise InvalidInputError(f"prefill has {len(prefill)} entries for {len(prompts)} rows; give one per row.")
+            raise InvalidInputError(
+                f"prefill has {len(prefill)} entries for {len(prompts)} rows; give one per row."
+            )
         for row in range(len(prompts)):
             ids = self._ids(prefill[row] if is_per_row else prefill, "prefill")
             if ids is None:
@@ -451,7 +501,9 @@ class DiffusionVlm:
     def _baseline_cost(
         self, prompt: Prompt, canvas: Canvas, row: int, settings: Settings, num_suffix: int
     ) -> tuple[int, int]:
-        """FLOPs and forwards of the baseline sampler for one row, with neither stage nor early stop."""
+        """FLOPs and forwards of the baseline sampler for one row, with neither stage nor early
+        stop.
+        """
         is_open = canvas.is_open[row, canvas.lead :].tolist()
         count = settings.schedule.num_steps(is_open) * (2 if settings.cfg_scale > 0 else 1)
         length = prompt.length + settings.gen_length + num_suffix
@@ -523,15 +575,25 @@ class DiffusionVlm:
         special = self.model.special_ids
         filler = special.pad if special.pad is not None else special.eos
         longest = max(map(len, responses))
-        sequences = torch.full((len(responses), longest), -1 if filler is None else filler, dtype=torch.long)
+        sequences = torch.full(
+            (len(responses), longest), -1 if filler is None else filler, dtype=torch.long
+        )
         for row, response in enumerate(responses):
             sequences[row, : len(response)] = torch.tensor(response, dtype=torch.long)
-        texts = None if self.processor is None else [self.processor.decode(response) for response in responses]
+        texts = (
+            None
+            if self.processor is None
+            else [self.processor.decode(response) for response in responses]
+        )
         positions = tuple(stop if stop < width else None for stop in stops)
         trajectory.end = {
             "type": "end",
             "rows": [
-                {"tokens": response, "text": None if texts is None else texts[row], "stop_position": positions[row]}
+                {
+                    "tokens": response,
+                    "text": None if texts is None else texts[row],
+                    "stop_position": positions[row],
+                }
                 for row, response in enumerate(responses)
             ],
             "cost": cost.to_dict(),

@@ -1,4 +1,6 @@
-"""Accuracy on held-out scene questions, by kind; results are appended as they come and a run resumes."""
+"""Accuracy on held-out scene questions, by kind; results are appended as they come and a run
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +57,18 @@ def evaluate_scenes(
     with output.open("a", encoding="utf-8") as file:
         if not done:
             file.write(json.dumps({"settings": settings}) + "\n")
-        for part in tqdm(list(_batches(samples, batch)), desc="questions", unit="batch", disable=not samples):
+        for part in tqdm(
+            list(_batches(samples, batch)), desc="questions", unit="batch", disable=not samples
+        ):
             for entry in _ask(vlm, part, options, is_blind):
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
                 done[entry["id"]] = entry
             file.flush()
     wanted = {sample.id for sample in heldout_samples(limit)}
-    return {"settings": settings, **summarise([entry for entry in done.values() if entry["id"] in wanted])}
+    return {
+        "settings": settings,
+        **summarise([entry for entry in done.values() if entry["id"] in wanted]),
+    }
 
 
 def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -71,21 +78,28 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         entries: lines of an output file, without the settings.
     """
     kinds = sorted({entry["kind"] for entry in entries})
-    by_kind = {kind: [entry["is_right"] for entry in entries if entry["kind"] == kind] for kind in kinds}
+    by_kind = {
+        kind: [entry["is_right"] for entry in entries if entry["kind"] == kind] for kind in kinds
+    }
     total = max(1, len(entries))
     return {
         "questions": len(entries),
         "accuracy": sum(entry["is_right"] for entry in entries) / total,
         "accuracy_by_kind": {kind: sum(hits) / len(hits) for kind, hits in by_kind.items()},
         "questions_by_kind": {kind: len(hits) for kind, hits in by_kind.items()},
-        "relative_cost": sum(entry["flops"] for entry in entries) / max(1, sum(e["baseline_flops"] for e in entries)),
+        "relative_cost": sum(entry["flops"] for entry in entries)
+        / max(1, sum(e["baseline_flops"] for e in entries)),
     }
 
 
 def _settings(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> dict[str, Any]:
     from dlm_decode import samplers, vision
 
-    named = {key: value for key, value in options.items() if value is not None and key not in ("sampler", "stages")}
+    named = {
+        key: value
+        for key, value in options.items()
+        if value is not None and key not in ("sampler", "stages")
+    }
     return {
         "model": vlm.name,
         "data": DATA_VERSION,
@@ -98,7 +112,9 @@ def _settings(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> dic
 
 
 def _read(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Answers that the file holds; an incomplete last line, as a killed run leaves it, is cut off."""
+    """Answers that the file holds; an incomplete last line, as a killed run leaves it, is cut
+    off.
+    """
     if not path.exists() or not path.read_text(encoding="utf-8").strip():
         return {}
     kept, entries = [], []
@@ -109,7 +125,9 @@ def _read(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
             break
         kept.append(line)
     if not entries or entries[0].get("settings") != json.loads(json.dumps(settings)):
-        raise InvalidInputError(f"{str(path)!r} was written with other settings; choose another --output or remove it.")
+        raise InvalidInputError(
+            f"{str(path)!r} was written with other settings; choose another --output or remove it."
+        )
     path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     return {entry["id"]: entry for entry in entries[1:]}
 

@@ -1,10 +1,11 @@
-"""Generated pictures: coloured shapes and real handwritten digits in a 3 x 3 grid, and pictures that are no scenes.
+"""Generated pictures: coloured shapes and real handwritten digits in a 3 x 3 grid, and pictures
+that are no scenes.
 
-A scene is a function of `(split, seed)`. Its layout decides its split (by a hash), so training and held-out scenes differ
-by construction, and the digits are split before they are placed.
+A scene is a function of `(split, seed)`. Its layout decides its split (by a hash), so training and
+held-out scenes differ by construction, and the digits are split before they are placed.
 
-The digits are the 1,797 of the UCI data set "Optical Recognition of Handwritten Digits" (E. Alpaydin, C. Kaynak; CC BY
-4.0), as scikit-learn distributes them, packed into `data/digits.npz`.
+The digits are the 1,797 of the UCI data set "Optical Recognition of Handwritten Digits" (E.
+Alpaydin, C. Kaynak; CC BY 4.0), as scikit-learn distributes them, packed into `data/digits.npz`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from PIL import Image, ImageDraw
 
 import dlm_decode
 
-__all__ = ["CELL_NAMES", "COLOURS", "DATA_VERSION", "SHAPES", "Scene", "SceneObject", "Split", "generate_scene"]
+__all__ = [
+    "CELL_NAMES",
+    "COLOURS",
+    "DATA_VERSION",
+    "SHAPES",
+    "Scene",
+    "SceneObject",
+    "Split",
+    "generate_scene",
+]
 
 DATA_VERSION = "scenes-1"
 IMAGE_SIZE = 96
@@ -120,14 +130,17 @@ def split_of(objects: tuple[SceneObject, ...]) -> Split:
     return "heldout" if zlib.crc32(text.encode()) % _HELDOUT_SHARE == 0 else "train"
 
 
-def generate_scene(seed: int, split: Split = "train", *, photo_share: float = 0.06, is_dense: bool = False) -> Scene:
+def generate_scene(
+    seed: int, split: Split = "train", *, photo_share: float = 0.06, is_dense: bool = False
+) -> Scene:
     """Scene number `seed` of a split.
 
     Args:
         seed: any whole number of at least 0.
         split: which scenes to draw from.
         photo_share: share of pictures that are no scenes.
-        is_dense: something in every cell, mostly digits; no questions are asked about these, the tower learns from them.
+        is_dense: something in every cell, mostly digits; no questions are asked about these, the
+            tower learns from them.
     """
     rng = random.Random(f"{DATA_VERSION}/{split}/{seed}{'/dense' if is_dense else ''}")
     if rng.random() < photo_share:
@@ -165,10 +178,19 @@ def _render(
         x = (item.cell % 3 + 0.5) * CELL_SIZE + rng.uniform(-slack, slack)
         y = (item.cell // 3 + 0.5) * CELL_SIZE + rng.uniform(-slack, slack)
         boxes.append((x - radius, y - radius, x + radius, y + radius))
-        colour = tuple(max(0, min(255, part + rng.randrange(-14, 15))) for part in COLOURS[item.colour])
+        colour = tuple(
+            max(0, min(255, part + rng.randrange(-14, 15))) for part in COLOURS[item.colour]
+        )
         if item.is_digit:
             choices = _digits()[split, int(item.name)]
-            _paste_digit(canvas, choices[rng.randrange(len(choices))], (x, y), radius, colour, rng.uniform(-8, 8))
+            _paste_digit(
+                canvas,
+                choices[rng.randrange(len(choices))],
+                (x, y),
+                radius,
+                colour,
+                rng.uniform(-8, 8),
+            )
         else:
             _draw_shape(canvas, item.name, (x, y), radius, colour)
     return canvas.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX), tuple(boxes)
@@ -184,13 +206,19 @@ def _paste_digit(
 ) -> None:
     size = round(2 * radius * _OVERSAMPLING)
     ink = Image.fromarray((pixels * 15).clip(0, 255).astype(np.uint8))
-    ink = ink.resize((size, size), Image.Resampling.BICUBIC).rotate(angle, Image.Resampling.BILINEAR)
+    ink = ink.resize((size, size), Image.Resampling.BICUBIC).rotate(
+        angle, Image.Resampling.BILINEAR
+    )
     corner = tuple(round(part * _OVERSAMPLING - size / 2) for part in centre)
     canvas.paste(Image.new("RGB", (size, size), colour), corner, ink)
 
 
 def _draw_shape(
-    canvas: Image.Image, name: str, centre: tuple[float, float], radius: float, colour: tuple[int, ...]
+    canvas: Image.Image,
+    name: str,
+    centre: tuple[float, float],
+    radius: float,
+    colour: tuple[int, ...],
 ) -> None:
     draw = ImageDraw.Draw(canvas)
     x, y, r = centre[0] * _OVERSAMPLING, centre[1] * _OVERSAMPLING, radius * _OVERSAMPLING
@@ -204,7 +232,10 @@ def _draw_shape(
     elif name == "star":
         angles = np.pi * (np.arange(10) / 5 - 0.5)
         reach = np.where(np.arange(10) % 2 == 0, r * 1.08, r * 0.45)
-        draw.polygon([(x + k * np.cos(a), y + k * np.sin(a)) for a, k in zip(angles, reach, strict=True)], fill=colour)
+        draw.polygon(
+            [(x + k * np.cos(a), y + k * np.sin(a)) for a, k in zip(angles, reach, strict=True)],
+            fill=colour,
+        )
     else:
         bar = r * 0.34
         draw.rectangle((x - bar, y - r, x + bar, y + r), fill=colour)
@@ -212,7 +243,9 @@ def _draw_shape(
 
 
 def _texture(rng: random.Random) -> Image.Image:
-    """Soft colour noise of several scales, with edges: something like a photograph, nothing like a scene."""
+    """Soft colour noise of several scales, with edges: something like a photograph, nothing like a
+    scene.
+    """
     numbers = np.random.default_rng(rng.getrandbits(64))
     total = np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.float32)
     is_grey = numbers.random() < 0.2
@@ -220,12 +253,16 @@ def _texture(rng: random.Random) -> Image.Image:
         noise = numbers.random((cells, cells, 3)).astype(np.float32)
         if is_grey:
             noise[:] = noise.mean(axis=2, keepdims=True)
-        layer = Image.fromarray((noise * 255).astype(np.uint8)).resize((IMAGE_SIZE,) * 2, Image.Resampling.BICUBIC)
+        layer = Image.fromarray((noise * 255).astype(np.uint8)).resize(
+            (IMAGE_SIZE,) * 2, Image.Resampling.BICUBIC
+        )
         total += np.asarray(layer, dtype=np.float32) * numbers.uniform(0.2, 1.0) / np.sqrt(cells)
     total = (total - total.min()) / max(float(np.ptp(total)), 1e-6) * numbers.uniform(120, 255)
     image = Image.fromarray(total.clip(0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(image)
     for _ in range(rng.randrange(0, 7)):
-        corners = [(rng.randrange(-20, 116), rng.randrange(-20, 116)) for _ in range(rng.choice((3, 4, 5)))]
+        corners = [
+            (rng.randrange(-20, 116), rng.randrange(-20, 116)) for _ in range(rng.choice((3, 4, 5)))
+        ]
         draw.polygon(corners, fill=tuple(rng.randrange(256) for _ in range(3)))
     return image

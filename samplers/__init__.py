@@ -43,4 +43,6 @@ def __getattr__(name: str) -> Any:
         cls = _registry.get(known)
         if cls.__name__ == name:
             return cls
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; samplers: {', '.join(names())}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; samplers: {', '.join(names())}"
+    )

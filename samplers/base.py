@@ -1,4 +1,6 @@
-"""What a sampler is: it asks for predictions and says which open positions are committed with which token."""
+"""What a sampler is: it asks for predictions and says which open positions are committed with which
+token.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ class StepContext:
     Attributes:
         tokens: `(B, C)` canvas ids, the mask id at open positions.
         is_open: `(B, C)` bool, positions that are not committed yet.
-        eligible: `(B, C)` bool, open positions that may be committed now: inside the row's block and before its stop. A
-            row without any is finished.
+        eligible: `(B, C)` bool, open positions that may be committed now: inside the row's block
+            and before its stop. A row without any is finished.
         quota: `(B,)` positions that the schedule commits in this step.
         block: `(B,)` index of each row's block.
         step_in_block: `(B,)` steps that the row has taken in its block.
@@ -40,8 +42,12 @@ class StepContext:
     last: tuple[int, ...]
     predictor: Predictor
 
-    def predict(self, view: View, positions: Tensor, statistics: Collection[str] = ()) -> Prediction:
-        """Tokens and confidences at `(B, C)` bool `positions`; costs one forward over the rows that ask."""
+    def predict(
+        self, view: View, positions: Tensor, statistics: Collection[str] = ()
+    ) -> Prediction:
+        """Tokens and confidences at `(B, C)` bool `positions`; costs one forward over the rows that
+        ask.
+        """
         return self.predictor(view, positions, statistics)
 
     def uniform(self, positions: Tensor) -> Tensor:
@@ -49,7 +55,9 @@ class StepContext:
         return self.predictor.uniform(positions)
 
     def held_back(self, tokens: Tensor) -> Tensor | None:
-        """`(B, C)` bool, where `tokens` are ids to be committed last; `None` when `eos_last` is off."""
+        """`(B, C)` bool, where `tokens` are ids to be committed last; `None` when `eos_last` is
+        off.
+        """
         if not self.last:
             return None
         held = tokens == self.last[0]
@@ -65,10 +73,10 @@ class Step:
     Attributes:
         commit: `(B, C)` bool, positions to fix now.
         tokens: `(B, C)` long, read where `commit` is set.
-        draft: the prediction that was decided on; the trajectory shows it, and the loop takes its most confident
-            position where a row commits nothing.
-        reasons: `(B, C)` bool masks by reason (`"quota"`, `"threshold"`, `"certificate"`, ...); the first that holds is
-            recorded.
+        draft: the prediction that was decided on; the trajectory shows it, and the loop takes its
+            most confident position where a row commits nothing.
+        reasons: `(B, C)` bool masks by reason (`"quota"`, `"threshold"`, `"certificate"`, ...); the
+            first that holds is recorded.
         info: further `(B,)` tensors for the trajectory, by name.
         confidence: `(B, C)` probability recorded for each commit; the draft's when `None`.
     """
@@ -83,12 +91,16 @@ class Step:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """A frozen dataclass of knobs with two methods; register it with `@register_sampler("name")`."""
+    """A frozen dataclass of knobs with two methods; register it with
+    `@register_sampler("name")`.
+    """
 
     def start(self, context: Predictor) -> Any:
         """State of one response, handed to every `step`; `None` where none is needed."""
         ...
 
     def step(self, context: StepContext, state: Any) -> Step:
-        """Decides one step. Commits inside `context.eligible` only, at least one position per unfinished row."""
+        """Decides one step. Commits inside `context.eligible` only, at least one position per
+        unfinished row.
+        """
         ...

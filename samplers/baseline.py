@@ -1,4 +1,6 @@
-"""The sampler of LLaDA and LLaDA-V: one FULL forward per step, the quota's best positions are committed."""
+"""The sampler of LLaDA and LLaDA-V: one FULL forward per step, the quota's best positions are
+committed.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ class Baseline:
     """Commits the quota of each step, best positions first.
 
     Args:
-        remasking: what "best" means: `"low_confidence"` probability of the proposed token, `"margin"` top-1 minus top-2
-            probability, `"entropy"` low entropy, `"random"` any order.
+        remasking: what "best" means: `"low_confidence"` probability of the proposed token,
+            `"margin"` top-1 minus top-2 probability, `"entropy"` low entropy, `"random"` any order.
 
     Raises:
         UnknownNameError: another value.
 
-    Source: LLaDA (arXiv 2502.09992), low-confidence and random remasking; margin and entropy as in Dream 7B
-    (arXiv 2508.15487), `topk_margin` and `entropy`.
+    Source: LLaDA (arXiv 2502.09992), low-confidence and random remasking; margin and entropy as in
+    Dream 7B (arXiv 2508.15487), `topk_margin` and `entropy`.
     """
 
     remasking: Remasking = "low_confidence"
@@ -48,8 +50,12 @@ class Baseline:
         statistics = (self.remasking,) if self.remasking in ("margin", "entropy") else ()
         prediction = context.predict(FULL, context.eligible, statistics)
         score = self._score(prediction, context)
-        commit = select_top(score, context.eligible, context.quota, last=context.held_back(prediction.tokens))
-        return Step(commit=commit, tokens=prediction.tokens, draft=prediction, reasons={"quota": commit})
+        commit = select_top(
+            score, context.eligible, context.quota, last=context.held_back(prediction.tokens)
+        )
+        return Step(
+            commit=commit, tokens=prediction.tokens, draft=prediction, reasons={"quota": commit}
+        )
 
     def _score(self, prediction: Prediction, context: StepContext) -> Tensor:
         if self.remasking == "random":

@@ -1,4 +1,6 @@
-"""LOWN: decode from text alone while the picture would not change the answer, look again when it might."""
+"""LOWN: decode from text alone while the picture would not change the answer, look again when it
+might.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ Access = Literal["certificate", "always", "every", "random"]
 
 @dataclass
 class Anchor:
-    """What the latest FULL forward of each row said about its open positions; B rows, C canvas columns.
+    """What the latest FULL forward of each row said about its open positions; B rows, C canvas
+    columns.
 
     Attributes:
         tokens: `(B, C)` proposed tokens.
@@ -58,7 +61,8 @@ def blocked_by_guard(
         eligible: `(B, C)` bool, the candidates.
         committed: `(B, C)` canvas tokens, read where `is_committed`.
         is_committed: `(B, C)` bool.
-        guard: `"scan"`: the token stands committed next to the candidate, or was accepted anywhere earlier in this scan;
+        guard: `"scan"`: the token stands committed next to the candidate, or was accepted anywhere
+            earlier in this scan;
             `"adjacent"`: only next to it, committed or accepted earlier; `None`: never.
         exempt: ids that may repeat.
 
@@ -114,26 +118,31 @@ def _shifted(values: Tensor, shift: int, fill: int | bool) -> Tensor:
 class Lown:
     """Certificate-guided visual routing.
 
-    Each row keeps an anchor: the tokens and confidences of its latest FULL forward. A step first runs TEXT_ONLY; the
-    candidates whose top token still equals the anchor's, scanned in decreasing anchor confidence, are certified up to the
-    first that is not. If they number at least the quota, they are committed and no picture is read; otherwise FULL runs,
-    and exactly the quota is committed, those first where the two views disagree. Either way at least the quota is
-    committed, so a response never takes more steps than the baseline.
+    Each row keeps an anchor: the tokens and confidences of its latest FULL forward. A step first
+    runs TEXT_ONLY; the candidates whose top token still equals the anchor's, scanned in decreasing
+    anchor confidence, are certified up to the first that is not. If they number at least the quota,
+    they are committed and no picture is read; otherwise FULL runs, and exactly the quota is
+    committed, those first where the two views disagree. Either way at least the quota is committed,
+    so a response never takes more steps than the baseline.
 
-    The first step of a row has no TEXT_ONLY forward and is charged for FULL alone. Rows without visual tokens run FULL in
-    every step, as the baseline does; `info["has_visual"]` says so. At a temperature above 0 certificates compare argmax
-    tokens, and the token that is committed is the one that the anchor's FULL forward sampled.
+    The first step of a row has no TEXT_ONLY forward and is charged for FULL alone. Rows without
+    visual tokens run FULL in every step, as the baseline does; `info["has_visual"]` says so. At a
+    temperature above 0 certificates compare argmax tokens, and the token that is committed is the
+    one that the anchor's FULL forward sampled.
 
     Args:
         guard: repetition guard, see `blocked_by_guard`; `None` (or `"none"`) for none.
-        guard_exempt_special: end-of-sequence, padding and stop ids may repeat. Without it the padding at the end of a
-            response ends every scan.
+        guard_exempt_special: end-of-sequence, padding and stop ids may repeat. Without it the
+            padding at the end of a response ends every scan.
         positions: rotary positions of the TEXT_ONLY view, `"packed"` or `"original"`.
-        access: who decides that FULL runs. `"certificate"` is the paper's rule; ablations: `"always"`, `"every"` (each
-            `every`-th step of the row), `"random"` (`full_share` of the schedule's steps, drawn from the row's seed). In
-            the last two, a step without FULL commits the certified prefix, topped up to the quota by anchor confidence.
-        accept: on steps without FULL, `"prefix"` commits the whole certified prefix, `"k"` exactly the quota.
-        order: on FULL steps, `"disagreement"` commits first where the views disagree, `"confidence"` does not.
+        access: who decides that FULL runs. `"certificate"` is the paper's rule; ablations:
+            `"always"`, `"every"` (each `every`-th step of the row), `"random"` (`full_share` of the
+            schedule's steps, drawn from the row's seed). In the last two, a step without FULL
+            commits the certified prefix, topped up to the quota by anchor confidence.
+        accept: on steps without FULL, `"prefix"` commits the whole certified prefix, `"k"` exactly
+            the quota.
+        order: on FULL steps, `"disagreement"` commits first where the views disagree,
+            `"confidence"` does not.
         every: period for `access="every"`.
         full_share: share of FULL steps for `access="random"`, the first step included.
 
@@ -169,7 +178,9 @@ class Lown:
         if self.every < 1:
             raise InvalidInputError(f"every must be at least 1, got {self.every}.")
         if not 0 < self.full_share <= 1:
-            raise InvalidInputError(f"full_share must be above 0 and at most 1, got {self.full_share}.")
+            raise InvalidInputError(
+                f"full_share must be above 0 and at most 1, got {self.full_share}."
+            )
 
     @property
     def _text_view(self) -> View:
@@ -189,10 +200,14 @@ class Lown:
         )
 
     def _draw_schedule(self, context: Predictor) -> Tensor:
-        """`(B, steps)` bool with exactly `round(full_share * steps)` FULL steps per row, the first among them."""
+        """`(B, steps)` bool with exactly `round(full_share * steps)` FULL steps per row, the first
+        among them.
+        """
         steps = context.settings.steps
         num_rows, device = len(context.canvas.tokens), context.canvas.tokens.device
-        numbers = torch.stack([torch.rand(steps, generator=g, device=device) for g in context.generators])
+        numbers = torch.stack(
+            [torch.rand(steps, generator=g, device=device) for g in context.generators]
+        )
         numbers[:, 0] = 2.0
         count = torch.full((num_rows,), max(1, round(self.full_share * steps)), device=device)
         return select_top(numbers, torch.ones_like(numbers, dtype=torch.bool), count)
@@ -219,8 +234,12 @@ class Lown:
         by_full = active & ~by_text
 
         first_k = eligible & (rank < quota[:, None])
-        from_text = (prefix if self.accept == "prefix" else prefix & first_k) | (first_k & forced_text[:, None])
-        full = context.predict(FULL, context.is_open & self._before_stop(context) & by_full[:, None])
+        from_text = (prefix if self.accept == "prefix" else prefix & first_k) | (
+            first_k & forced_text[:, None]
+        )
+        full = context.predict(
+            FULL, context.is_open & self._before_stop(context) & by_full[:, None]
+        )
         disagrees = (full.top_tokens != text.top_tokens) & needs_text[:, None]
         from_full = self._from_full(context, full, disagrees, quota)
         self._refresh(state, full, by_full, context)
@@ -254,7 +273,9 @@ class Lown:
         if self.access == "always":
             return ~never, never
         if state.scheduled is not None:
-            must = state.scheduled.gather(1, state.taken.clamp_max(state.scheduled.shape[1] - 1)[:, None])[:, 0]
+            must = state.scheduled.gather(
+                1, state.taken.clamp_max(state.scheduled.shape[1] - 1)[:, None]
+            )[:, 0]
         else:
             must = state.taken % self.every == 0
         return must, ~must
@@ -262,9 +283,13 @@ class Lown:
     @staticmethod
     def _before_stop(context: StepContext) -> Tensor:
         canvas = context.predictor.canvas
-        return torch.arange(canvas.width, device=canvas.tokens.device) < canvas.stop_position[:, None]
+        return (
+            torch.arange(canvas.width, device=canvas.tokens.device) < canvas.stop_position[:, None]
+        )
 
-    def _from_full(self, context: StepContext, full: Prediction, disagrees: Tensor, quota: Tensor) -> Tensor:
+    def _from_full(
+        self, context: StepContext, full: Prediction, disagrees: Tensor, quota: Tensor
+    ) -> Tensor:
         held = context.held_back(full.tokens)
         if self.order == "confidence":
             return select_top(full.log_prob, context.eligible, quota, held)
@@ -296,4 +321,3 @@ def _merge(choose_first: Tensor, first: Prediction, second: Prediction) -> Predi
         top_tokens=torch.where(choose_first, first.top_tokens, second.top_tokens),
         log_prob=torch.where(choose_first, first.log_prob, second.log_prob),
     )
-

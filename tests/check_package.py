@@ -1,4 +1,5 @@
-"""Builds sdist and wheel, and imports every module of the wheel from another folder. Run by `make package`."""
+"""Builds sdist and wheel, and imports every module of the wheel from another folder. Run by `make
+package`."""
 
 from __future__ import annotations
 
@@ -27,7 +28,15 @@ print(f"imported {len(modules)} modules of the wheel")
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(ROOT)]
+        build = [
+            sys.executable,
+            "-m",
+            "build",
+            "--no-isolation",
+            "--outdir",
+            str(folder / "dist"),
+            str(ROOT),
+        ]
         subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
         wheel = next((folder / "dist").glob("*.whl"))
         sdist = next((folder / "dist").glob("*.tar.gz"))
@@ -35,7 +44,9 @@ def main() -> None:
             tops = {entry.split("/")[0] for entry in archive.namelist()}
         assert {top for top in tops if not top.endswith(".dist-info")} == {"dlm_decode"}, tops
         with tarfile.open(sdist) as archive:
-            assert not [entry.name for entry in archive.getmembers() if entry.issym()], "links in the sdist"
+            assert not [entry.name for entry in archive.getmembers() if entry.issym()], (
+                "links in the sdist"
+            )
         venv.create(folder / "env", with_pip=False)
         site = next((folder / "env").glob("lib/python*/site-packages"))
         with zipfile.ZipFile(wheel) as archive:

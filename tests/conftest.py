@@ -58,7 +58,9 @@ def checkpoint(tmp_path_factory):
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"gen_length": 8, "steps": 8, "block_length": 8}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"gen_length": 8, "steps": 8, "block_length": 8})
+    )
     return folder
 
 

@@ -23,10 +23,12 @@ LogitsOf = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class FakeModel:
-    """Embeddings carry the token id, hidden states carry (position, token); `logits_of` maps both to logits.
+    """Embeddings carry the token id, hidden states carry (position, token); `logits_of` maps both
+    to logits.
 
     Args:
-        logits_of: `(positions (N,), tokens (N,)) -> (N, V)`; positions count from the first real prompt token.
+        logits_of: `(positions (N,), tokens (N,)) -> (N, V)`; positions count from the first real
+            prompt token.
         vocab_size: V.
     """
 
@@ -38,14 +40,18 @@ class FakeModel:
     head_calls: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.special_ids = SimpleNamespace(mask=MASK, eos=EOS, pad=PAD, bos=None, stop=(EOS,), suppress=())
+        self.special_ids = SimpleNamespace(
+            mask=MASK, eos=EOS, pad=PAD, bos=None, stop=(EOS,), suppress=()
+        )
         self.geometry = Geometry(2, 4, 2, 2, 2, 8, self.vocab_size)
         self.config = SimpleNamespace(max_position_embeddings=None)
 
     def embed(self, ids: Tensor) -> Tensor:
         return ids.float()[..., None]
 
-    def hidden_states(self, embeds: Tensor, positions: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, embeds: Tensor, positions: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
         self.calls.append(tuple(embeds.shape[:2]))
         return torch.cat([positions[..., None].float(), embeds], dim=-1)
 
@@ -56,7 +62,9 @@ class FakeModel:
 
 def table_model(table: Tensor, prompt_length: int) -> FakeModel:
     """Logits depend on the canvas position only: `table` is `(T, V)`."""
-    return FakeModel(lambda positions, tokens: table[positions - prompt_length], vocab_size=table.shape[1])
+    return FakeModel(
+        lambda positions, tokens: table[positions - prompt_length], vocab_size=table.shape[1]
+    )
 
 
 @dataclass
@@ -80,7 +88,8 @@ def run(
     suppressed: tuple[int, ...] = (),
     num_visual: int = 0,
 ) -> Run:
-    """Decodes with rows of the given prompt lengths; prompt ids are 1, the first `num_visual` of them visual."""
+    """Decodes with rows of the given prompt lengths; prompt ids are 1, the first `num_visual` of
+    them visual."""
     num_rows = len(prompt_lengths)
     if tokens is None:
         tokens = torch.full((num_rows, settings.gen_length), MASK)

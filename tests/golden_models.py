@@ -85,7 +85,9 @@ def realvocab() -> LlavaLLaDAModelLM:
     tables = {}
     for name in ("embed", "lm_head"):
         base = state.pop(f"__base_{name}_f16").float()
-        rows = [base.roll(shift, dims=1) for shift in range(-(-raw["lm"]["vocab_size"] // len(base)))]
+        rows = [
+            base.roll(shift, dims=1) for shift in range(-(-raw["lm"]["vocab_size"] // len(base)))
+        ]
         tables[name] = torch.cat(rows)[: raw["lm"]["vocab_size"]].contiguous()
     tables["embed"][raw["mask_id"]] *= 0.1
     state["model.embed_tokens.weight"], state["lm_head.weight"] = tables["embed"], tables["lm_head"]
@@ -104,4 +106,6 @@ def formula_image(width: int, height: int, seed: int) -> Image.Image:
     """The picture that lladav/realvocab/cases.json defines by a formula."""
     x, y = np.meshgrid(np.arange(width), np.arange(height))
     channels = (7 * x + 3 * y + seed, x * y // 16 + seed, ((x // 8) ^ (y // 8)) * 5 + seed)
-    return Image.fromarray(np.stack([channel % 256 for channel in channels], axis=-1).astype(np.uint8))
+    return Image.fromarray(
+        np.stack([channel % 256 for channel in channels], axis=-1).astype(np.uint8)
+    )

@@ -17,8 +17,30 @@ def image(tmp_path):
 
 def test_generate_prints_text_and_writes_a_trajectory(checkpoint, image, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    command = ["generate", "--model", str(checkpoint), "--image", image, "--prompt", "what is this ?", "--no-stop"]
-    assert main([*command, "--trajectory", str(out), "--sampler", "baseline", "--set", "remasking=margin"]) == 0
+    command = [
+        "generate",
+        "--model",
+        str(checkpoint),
+        "--image",
+        image,
+        "--prompt",
+        "what is this ?",
+        "--no-stop",
+    ]
+    assert (
+        main(
+            [
+                *command,
+                "--trajectory",
+                str(out),
+                "--sampler",
+                "baseline",
+                "--set",
+                "remasking=margin",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr()
     assert len(shown.out.splitlines()) >= 1
     assert "8 FULL full" in shown.err
@@ -30,8 +52,31 @@ def test_generate_prints_text_and_writes_a_trajectory(checkpoint, image, tmp_pat
 
 
 def test_generate_json(checkpoint, image, capsys):
-    arguments = ["--prompt", "what is this ?", "--json", "--no-stop", "--gen-length", "5", "--steps", "5"]
-    assert main(["generate", "--model", str(checkpoint), "--image", image, *arguments, "--stage", "stride:keep_ratio=0.5"]) == 0
+    arguments = [
+        "--prompt",
+        "what is this ?",
+        "--json",
+        "--no-stop",
+        "--gen-length",
+        "5",
+        "--steps",
+        "5",
+    ]
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(checkpoint),
+                "--image",
+                image,
+                *arguments,
+                "--stage",
+                "stride:keep_ratio=0.5",
+            ]
+        )
+        == 0
+    )
     result = json.loads(capsys.readouterr().out)
     assert len(result["tokens"]) == 5
     assert result["cost"]["calls"] == 5
@@ -40,7 +85,20 @@ def test_generate_json(checkpoint, image, capsys):
 
 
 def test_generate_stream(checkpoint, capsys):
-    assert main(["generate", "--model", str(checkpoint), "--prompt", "what is this ?", "--stream", "--no-stop"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(checkpoint),
+                "--prompt",
+                "what is this ?",
+                "--stream",
+                "--no-stop",
+            ]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].count("░") == 7
     assert "░" not in lines[7]
@@ -71,7 +129,12 @@ def test_mistakes_are_one_line_and_exit_code_2(checkpoint, arguments, message, c
 
 
 def test_unknown_options_are_refused(capsys):
-    for arguments in (["generate", "--prompt", "a", "--thresold", "1"], ["generate"], ["nothing"], []):
+    for arguments in (
+        ["generate", "--prompt", "a", "--thresold", "1"],
+        ["generate"],
+        ["nothing"],
+        [],
+    ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
@@ -95,7 +158,18 @@ def test_training_options_are_shown(capsys):
 
 def test_evaluation(checkpoint, tmp_path, capsys):
     out = str(tmp_path / "scenes.jsonl")
-    arguments = ["--model", str(checkpoint), "--limit", "3", "--output", out, "--gen-length", "4", "--steps", "2"]
+    arguments = [
+        "--model",
+        str(checkpoint),
+        "--limit",
+        "3",
+        "--output",
+        out,
+        "--gen-length",
+        "4",
+        "--steps",
+        "2",
+    ]
     assert main(["eval", "scenes", *arguments, "--blind"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["questions"] == 3

@@ -14,7 +14,9 @@ def test_matches_float64_softmax(size):
     assert torch.equal(got.tokens, before.argmax(-1))
     assert torch.allclose(got.log_prob.exp().double(), top[:, 0], atol=1e-6)
     assert torch.allclose(got.margin.double(), top[:, 0] - top[:, 1], atol=1e-6)
-    assert torch.allclose(got.entropy.double(), -(probabilities * probabilities.log()).sum(-1), atol=1e-4)
+    assert torch.allclose(
+        got.entropy.double(), -(probabilities * probabilities.log()).sum(-1), atol=1e-4
+    )
     assert torch.equal(logits, before), "logits are scratch space, but must be given back"
 
 
@@ -28,7 +30,9 @@ def test_order_near_certainty_survives_float32():
 
 
 def test_bfloat16_logits_are_ordered_as_float32():
-    logits = (torch.arange(64).flip(0)[:, None] / 16 * torch.tensor([[1.0, 0.0]])).to(torch.bfloat16)
+    logits = (torch.arange(64).flip(0)[:, None] / 16 * torch.tensor([[1.0, 0.0]])).to(
+        torch.bfloat16
+    )
     log_prob = propose(logits.clone()).log_prob
     assert log_prob.dtype == torch.float32
     assert len(log_prob.unique()) == len(logits.float().log_softmax(-1)[:, 0].unique()) == 64
@@ -81,7 +85,9 @@ def test_selection_ties_and_held_back():
     score = torch.tensor([[1.0, 3.0, 3.0, 2.0, 9.0]])
     eligible = torch.tensor([[True, True, True, True, False]])
     assert rank_descending(score, eligible).tolist() == [[3, 0, 1, 2, 4]]
-    assert select_top(score, eligible, torch.tensor([2])).tolist() == [[False, True, True, False, False]]
+    assert select_top(score, eligible, torch.tensor([2])).tolist() == [
+        [False, True, True, False, False]
+    ]
     last = torch.tensor([[False, True, False, False, True]])
     assert rank_descending(score, eligible, last).tolist() == [[2, 3, 0, 1, 4]]
     assert select_top(score, eligible, torch.tensor([9]), last).sum() == 4

@@ -15,8 +15,12 @@ from dlm_decode.settings import Settings
 
 
 def random_model(seed: int = 0, num_positions: int = 64) -> FakeModel:
-    table = torch.randn(num_positions, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
-    return FakeModel(lambda positions, tokens: table[positions % num_positions] + tokens[:, None] * 0.01)
+    table = (
+        torch.randn(num_positions, VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 3
+    )
+    return FakeModel(
+        lambda positions, tokens: table[positions % num_positions] + tokens[:, None] * 0.01
+    )
 
 
 def ladder(num_positions: int, prompt_length: int = 2) -> FakeModel:
@@ -70,11 +74,21 @@ def test_prefilled_positions_are_kept():
 def test_batch_equals_singles(remasking, temperature):
     settings = Settings(12, 7, 5, temperature=temperature, seed=(3, 1, 4), cfg_scale=0.5)
     lengths = [3, 9, 5]
-    together = run(random_model(), lengths, settings, sampler=f"baseline:remasking={remasking}", stops=[(EOS,)])
+    together = run(
+        random_model(), lengths, settings, sampler=f"baseline:remasking={remasking}", stops=[(EOS,)]
+    )
     for row, length in enumerate(lengths):
         seeds = settings.seed
-        alone_settings = Settings(12, 7, 5, temperature=temperature, seed=(seeds[row],), cfg_scale=0.5)
-        alone = run(random_model(), [length], alone_settings, sampler=f"baseline:remasking={remasking}", stops=[(EOS,)])
+        alone_settings = Settings(
+            12, 7, 5, temperature=temperature, seed=(seeds[row],), cfg_scale=0.5
+        )
+        alone = run(
+            random_model(),
+            [length],
+            alone_settings,
+            sampler=f"baseline:remasking={remasking}",
+            stops=[(EOS,)],
+        )
         assert alone.tokens[0].tolist() == together.tokens[row].tolist()
         assert alone.canvas.stop_position[0] == together.canvas.stop_position[row]
         steps = [step for step in committed(together.records, row) if step]
@@ -119,9 +133,10 @@ def test_stop_freezes_only_its_row():
     table = torch.zeros(4, VOCABULARY)
     table[:, 1] = 1.0
     eos_first = FakeModel(
-        lambda positions, tokens: torch.nn.functional.one_hot(
-            torch.where(positions == 2, EOS, 1), VOCABULARY
-        ).float() * (10.0 - positions[:, None])
+        lambda positions, tokens: (
+            torch.nn.functional.one_hot(torch.where(positions == 2, EOS, 1), VOCABULARY).float()
+            * (10.0 - positions[:, None])
+        )
     )
     done = run(eos_first, [2, 3], Settings(4, 4, 2), stops=[(EOS,)])
     assert done.tokens[0].tolist() == [EOS, MASK, MASK, MASK]

@@ -17,10 +17,24 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("samplers", "models", "eval")
 SOURCES = [
-    path for top in ("dlm_decode", *LINKED) for path in (ROOT / top).rglob("*.py") if not (ROOT / top / "data") in path.parents
+    path
+    for top in ("dlm_decode", *LINKED)
+    for path in (ROOT / top).rglob("*.py")
+    if (ROOT / top / "data") not in path.parents
 ]
 SOURCES = sorted({path.resolve() for path in SOURCES})
-LIBRARIES = {"torch", "transformers", "datasets", "accelerate", "einops", "wandb", "types", "profile", "tokenizers", "numpy"}
+LIBRARIES = {
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "einops",
+    "wandb",
+    "types",
+    "profile",
+    "tokenizers",
+    "numpy",
+}
 
 
 def settings():
@@ -60,16 +74,22 @@ def test_importing_the_package_is_light():
     import subprocess
 
     code = "import sys, dlm_decode, dlm_decode.cli; print(sorted({'torch', 'transformers', 'wandb'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_ignored_link_folders_stay_ignored():
-    assert {f"dlm_decode/{name}" for name in LINKED} <= set(settings()["tool"]["ruff"]["extend-exclude"])
+    assert {f"dlm_decode/{name}" for name in LINKED} <= set(
+        settings()["tool"]["ruff"]["extend-exclude"]
+    )
 
 
 def test_committed_weights_stay_small():
-    weights = [path for top in ("dlm_decode", "tests") for path in (ROOT / top).rglob("*.safetensors")]
+    weights = [
+        path for top in ("dlm_decode", "tests") for path in (ROOT / top).rglob("*.safetensors")
+    ]
     shipped = [path for path in weights if "golden" not in path.parts]
     assert sum(path.stat().st_size for path in shipped) < 10 * 2**20
     text = (ROOT / "constraints.txt").read_text()

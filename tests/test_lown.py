@@ -54,13 +54,22 @@ def test_certified_prefix(rank, agrees, blocked, eligible, expected):
 )
 def test_guard(guard, exempt, tokens, rank, eligible, committed, is_committed, expected):
     got = blocked_by_guard(
-        ints(tokens), ints(rank), bools(eligible), ints(committed), bools(is_committed), guard, exempt
+        ints(tokens),
+        ints(rank),
+        bools(eligible),
+        ints(committed),
+        bools(is_committed),
+        guard,
+        exempt,
     )
     assert torch.equal(got, bools(expected))
 
 
-def two_view_model(full: torch.Tensor, text: torch.Tensor, prompt_length: int, num_visual: int) -> FakeModel:
-    """Logits from one table with the picture in the sequence and another without it (packed positions)."""
+def two_view_model(
+    full: torch.Tensor, text: torch.Tensor, prompt_length: int, num_visual: int
+) -> FakeModel:
+    """Logits from one table with the picture in the sequence and another without it (packed
+    positions)."""
     model = FakeModel(lambda positions, tokens: full[positions], vocab_size=full.shape[1])
 
     def hidden_states(embeds, positions, key_mask=None):
@@ -98,13 +107,19 @@ def test_text_that_always_agrees_needs_one_full_forward():
     assert one_at_a_time.meter.forwards == {("FULL", "full"): 1, ("TEXT_ONLY", "full"): 5}
 
 
-@pytest.mark.parametrize("settings", [Settings(6, 6, 6), Settings(6, 3, 6), Settings(6, 6, 2), Settings(6, 6, 1)])
+@pytest.mark.parametrize(
+    "settings", [Settings(6, 6, 6), Settings(6, 3, 6), Settings(6, 6, 2), Settings(6, 6, 1)]
+)
 def test_text_that_never_agrees_gives_the_baseline(settings):
     full, text = [0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]
     done = decode(full, text, settings, Lown())
     baseline = decode(full, text, settings, "baseline")
     assert done.tokens.tolist() == baseline.tokens.tolist()
-    assert done.meter.forwards["FULL", "full"] == baseline.meter.forwards["FULL", "full"] == settings.steps
+    assert (
+        done.meter.forwards["FULL", "full"]
+        == baseline.meter.forwards["FULL", "full"]
+        == settings.steps
+    )
     assert done.meter.forwards["TEXT_ONLY", "full"] == settings.steps - 1
 
 
@@ -122,13 +137,16 @@ def test_disagreeing_positions_are_committed_first():
 def test_disagreement_order_differs_from_confidence_order():
     full = [0, 1, 2, 3]
     text = [0, 6, 2, 6]
-    # after the first step: position 1 ends the scan; FULL runs and takes 1 (disagrees), then 3 follows before 2
+    # after the first step: position 1 ends the scan; FULL runs and takes 1 (disagrees), then 3
+    # follows before 2
     by_disagreement = decode(full, text, Settings(4, 4, 4), Lown(guard=None, accept="k"))
     order = [r.commit[0].nonzero()[:, 0].tolist() for r in by_disagreement.records]
     assert order == [[0], [1], [2], [3]]
     paired = decode(full, text, Settings(4, 2, 4), Lown(guard=None, accept="k"))
     assert [r.commit[0].nonzero()[:, 0].tolist() for r in paired.records] == [[0, 1], [2, 3]]
-    table = decode([0, 1, 2, 3, 4], [0, 6, 2, 3, 6], Settings(5, 5, 5), Lown(guard=None, accept="k"))
+    table = decode(
+        [0, 1, 2, 3, 4], [0, 6, 2, 3, 6], Settings(5, 5, 5), Lown(guard=None, accept="k")
+    )
     assert [r.commit[0].nonzero()[:, 0].tolist() for r in table.records][1] == [1]
 
 
@@ -150,7 +168,10 @@ def test_access_schedules_count_full_forwards():
     assert every.meter.forwards["FULL", "full"] == 2
     for seed in (0, 1, 2):
         random = decode(
-            full, text, Settings(8, 8, 8, seed=seed), Lown(access="random", full_share=0.375, accept="k")
+            full,
+            text,
+            Settings(8, 8, 8, seed=seed),
+            Lown(access="random", full_share=0.375, accept="k"),
         )
         assert random.meter.forwards["FULL", "full"] == 3
         assert len(random.records) == 8
@@ -185,7 +206,14 @@ def test_rows_route_on_their_own():
 
 
 @pytest.mark.parametrize(
-    "options", [{"guard": "scna"}, {"access": "allways"}, {"every": 0}, {"full_share": 0}, {"positions": "old"}]
+    "options",
+    [
+        {"guard": "scna"},
+        {"access": "allways"},
+        {"every": 0},
+        {"full_share": 0},
+        {"positions": "old"},
+    ],
 )
 def test_bad_options(options):
     with pytest.raises(InvalidInputError):

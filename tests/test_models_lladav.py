@@ -7,7 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from golden_models import GOLDEN, formula_image, read_json, realvocab, tiny56, tiny56_config, tiny56_inputs
+from golden_models import (
+    GOLDEN,
+    formula_image,
+    read_json,
+    realvocab,
+    tiny56,
+    tiny56_config,
+    tiny56_inputs,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -33,7 +41,10 @@ def model():
 
 
 def test_state_dict_has_the_published_keys(model):
-    expected = {key: tuple(shape) for key, shape in dict(read_json("lladav", "tiny56", "state_dict_keys.json")).items()}
+    expected = {
+        key: tuple(shape)
+        for key, shape in dict(read_json("lladav", "tiny56", "state_dict_keys.json")).items()
+    }
     assert {key: tuple(value.shape) for key, value in model.state_dict().items()} == expected
 
 
@@ -42,7 +53,9 @@ def test_tower_and_projector(model):
     with torch.no_grad():
         features = model.model.vision_tower(stored["piece.pixels"])
         assert torch.allclose(features, stored["piece.tower_out"], atol=1e-5)
-        assert torch.allclose(model.encode_tiles(stored["piece.pixels"]), stored["piece.projector_out"], atol=1e-5)
+        assert torch.allclose(
+            model.encode_tiles(stored["piece.pixels"]), stored["piece.projector_out"], atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", CASES["prompts"])
@@ -116,19 +129,25 @@ def test_real_geometry_pixels_and_tokens(real, name):
     assert torch.allclose(visual, rows.reshape(visual.shape), atol=1e-4)
 
 
-@pytest.mark.parametrize("entry", MISC["anyres_max_4"], ids=lambda entry: "x".join(map(str, entry["size_wh"])))
+@pytest.mark.parametrize(
+    "entry", MISC["anyres_max_4"], ids=lambda entry: "x".join(map(str, entry["size_wh"]))
+)
 def test_token_counts_of_real_images(entry):
     size = tuple(entry["size_wh"])
     width, height = best_resolution(size, grid_candidates("(1x1),...,(6x6)", 384))
     grid = (width // 384, height // 384)
     assert list(grid) == entry["grid_wh"]
     rows, columns = unpadded_box(grid[1] * 27, grid[0] * 27, size)
-    assert [len(range(*rows.indices(10**6))), len(range(*columns.indices(10**6)))] == entry["unpadded_hw"]
+    assert [len(range(*rows.indices(10**6))), len(range(*columns.indices(10**6)))] == entry[
+        "unpadded_hw"
+    ]
     features = torch.zeros(1 + grid[0] * grid[1], 729, 1)
     tokens, sections = anyres_tokens(features, torch.zeros(1), grid, size, 4)
     assert len(tokens) == entry["tokens"]
     assert list(sections[1][1:3]) == entry["merged_hw"]
-    assert len(anyres_tokens(features, torch.zeros(1), grid, size, None)[0]) == entry["tokens_no_max"]
+    assert (
+        len(anyres_tokens(features, torch.zeros(1), grid, size, None)[0]) == entry["tokens_no_max"]
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,9 +169,14 @@ def test_any_size_gives_a_consistent_layout(width, height):
 
 @pytest.mark.parametrize("rule", MISC["image_token_rule"], ids=lambda rule: rule["text"][:12])
 def test_token_drop_after_images(rule):
-    assert join_chunks(rule["chunks"], MISC["bos_id_of_fake_tokenizer"], official_drop=True) == rule["ids"]
+    assert (
+        join_chunks(rule["chunks"], MISC["bos_id_of_fake_tokenizer"], official_drop=True)
+        == rule["ids"]
+    )
     kept = join_chunks(rule["chunks"], MISC["bos_id_of_fake_tokenizer"], official_drop=False)
-    assert [token for token in kept if token != IMAGE_TOKEN_ID] == [token for chunk in rule["chunks"] for token in chunk]
+    assert [token for token in kept if token != IMAGE_TOKEN_ID] == [
+        token for chunk in rule["chunks"] for token in chunk
+    ]
 
 
 @pytest.mark.parametrize("entry", MISC["chat_prompts"])
@@ -161,7 +185,9 @@ def test_chat_prompts(entry):
     assert processor.render(entry["messages"]) == entry["text"]
 
 
-@pytest.mark.parametrize(("position", "count"), [("grid", 210), ("frame", 197), ("one_token", 196), ("no_token", 196)])
+@pytest.mark.parametrize(
+    ("position", "count"), [("grid", 210), ("frame", 197), ("one_token", 196), ("no_token", 196)]
+)
 def test_video_tokens_at_real_size(position, count):
     frames = pool_frames(torch.randn(3, 729, 2), "bilinear")
     tokens, sections = video_tokens(frames, torch.zeros(2), position)
@@ -192,7 +218,10 @@ def test_parameter_counts_of_the_published_model():
     assert total(lambda key: "mm_projector" in key) == 21_504_000
     assert total(lambda key: "image_newline" in key) == 4_096
     language = 8_015_581_184
-    assert total(lambda key: not any(part in key for part in ("vision", "projector", "newline"))) == language
+    assert (
+        total(lambda key: not any(part in key for part in ("vision", "projector", "newline")))
+        == language
+    )
     layers = {key.split(".")[2] for key in state if key.startswith("model.layers.")}
     tower = {key.split(".")[6] for key in state if "vision_model.encoder.layers" in key}
     assert (len(layers), len(tower)) == (32, 26)

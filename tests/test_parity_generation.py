@@ -1,4 +1,5 @@
-"""Token for token and forward for forward against the official programs (golden data), in float32 on CPU."""
+"""Token for token and forward for forward against the official programs (golden data), in float32
+on CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ import re
 
 import pytest
 import torch
-from golden_models import GOLDEN, fastdllm, formula_image, read_json, realvocab, tiny56, tiny56_inputs
+from golden_models import (
+    GOLDEN,
+    fastdllm,
+    formula_image,
+    read_json,
+    realvocab,
+    tiny56,
+    tiny56_inputs,
+)
 from PIL import Image
 
 from dlm_decode.models.anyres import pad_to_square, pixels_of
@@ -56,11 +65,15 @@ def edited(model, case: dict, mask: int):
         return
     head = model.lm_head.weight.data
     before = head.clone()
-    if found := re.fullmatch(r"lm_head\.weight\[mask_id\] = ([\d.]+) \* lm_head\.weight\[(\d+)\]", text):
+    if found := re.fullmatch(
+        r"lm_head\.weight\[mask_id\] = ([\d.]+) \* lm_head\.weight\[(\d+)\]", text
+    ):
         head[mask] = float(found[1]) * before[int(found[2])]
         return
     many, one = text.split(";")
-    targets, factor, sources = re.fullmatch(r"lm_head rows ([\d,]+) = ([\d.]+)\*rows \[([\d, ]+)\]", many).groups()
+    targets, factor, sources = re.fullmatch(
+        r"lm_head rows ([\d,]+) = ([\d.]+)\*rows \[([\d, ]+)\]", many
+    ).groups()
     for target, source in zip(targets.split(","), sources.split(","), strict=True):
         head[int(target)] = float(factor) * before[int(source)]
     target, factor, source = re.fullmatch(r" row (\d+) = ([\d.]+)\*row (\d+)", one).groups()
@@ -85,7 +98,8 @@ def tiny_vlm(tiny_model, request):
 
 
 def tiny_prompt(model, name: str) -> dict:
-    """Ids and pixels of a prompt; pixels come from the stored images through our own preprocessing."""
+    """Ids and pixels of a prompt; pixels come from the stored images through our own
+    preprocessing."""
     prompt, stored = TINY["prompts"][name], tiny56_inputs()
     inputs = {"input_ids": stored[f"{name}.input_ids"].flatten()}
     if not prompt["images"]:
@@ -101,7 +115,12 @@ def tiny_prompt(model, name: str) -> dict:
         pixels = [processor.image_pixels(image) for image in images]
     if prompt["images_container"] == "Tensor":
         pixels = torch.stack(pixels)
-    return {**inputs, "pixel_values": pixels, "image_sizes": prompt["image_sizes"], "modalities": prompt["modalities"]}
+    return {
+        **inputs,
+        "pixel_values": pixels,
+        "image_sizes": prompt["image_sizes"],
+        "modalities": prompt["modalities"],
+    }
 
 
 @pytest.mark.parametrize("tiny_vlm", TINY_CASES, ids=ids(TINY_CASES), indirect=True)
@@ -111,7 +130,8 @@ def test_lladav_tiny56(tiny_vlm):
 
 
 def touches_a_quirk(case: dict) -> bool:
-    """Random streams, several stop strings, predicted or prompted mask ids: what the default does otherwise."""
+    """Random streams, several stop strings, predicted or prompted mask ids: what the default does
+    otherwise."""
     params = case["params"]
     return bool(
         params.get("temperature")
@@ -156,7 +176,10 @@ def test_lladav_real_vocabulary(real_model, case):
     inputs: dict = {"input_ids": torch.tensor(case["input_ids"])}
     if case["image"]:
         image = formula_image(*case["image"]["formula"])
-        inputs |= {"pixel_values": [pixels_of(pad_to_square(image), 384)], "image_sizes": [image.size]}
+        inputs |= {
+            "pixel_values": [pixels_of(pad_to_square(image), 384)],
+            "image_sizes": [image.size],
+        }
     try:
         check(decode(DiffusionVlm(real_model), case, inputs), case)
     finally:

@@ -23,11 +23,16 @@ def test_blocks_and_steps(gen_length, steps, block_length, per_block, bounds):
 
 
 def test_fewer_steps_than_blocks_names_all_three_numbers():
-    with pytest.raises(InvalidInputError, match=r"gen_length 4, block_length 2, steps 1.*steps >= 2.*block_length >= 4"):
+    with pytest.raises(
+        InvalidInputError,
+        match=r"gen_length 4, block_length 2, steps 1.*steps >= 2.*block_length >= 4",
+    ):
         BlockSchedule(4, 1, 2)
 
 
-@pytest.mark.parametrize("triple", [(0, 1, 1), (4, 0, 2), (4, 4, -1), (4, 4, 8), (4, 2.0, 2), (True, 1, 1)])
+@pytest.mark.parametrize(
+    "triple", [(0, 1, 1), (4, 0, 2), (4, 4, -1), (4, 4, 8), (4, 2.0, 2), (True, 1, 1)]
+)
 def test_impossible_lengths(triple):
     with pytest.raises(InvalidInputError):
         BlockSchedule(*triple)
@@ -43,7 +48,8 @@ def test_strict_rejects_remainders(triple):
 @pytest.mark.parametrize(("num_open", "steps"), [(8, 8), (8, 3), (7, 4), (3, 8), (1, 1), (0, 2)])
 def test_quota_covers_everything_once(num_open, steps):
     counts = [
-        int(uniform_quota(torch.tensor([num_open]), torch.tensor([steps]), torch.tensor([i]))[0]) for i in range(steps + 2)
+        int(uniform_quota(torch.tensor([num_open]), torch.tensor([steps]), torch.tensor([i]))[0])
+        for i in range(steps + 2)
     ]
     assert sum(counts) == num_open
     assert counts == sorted(counts, reverse=True)
@@ -64,7 +70,9 @@ def test_lengths_follow_the_ones_that_are_named():
     assert resolve_settings({"gen_length": None}, {}) == Settings(64, 64, 64)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"cfg_scale": float("nan")}, {"preset": "offical"}, {"seed": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1}, {"cfg_scale": float("nan")}, {"preset": "offical"}, {"seed": -1}]
+)
 def test_settings_reject(bad):
     with pytest.raises(InvalidInputError):
         Settings(**bad)

@@ -13,7 +13,9 @@ class Terminal(io.StringIO):
 
 
 def play(stream):
-    streamer = ConsoleStreamer(WORDS.__getitem__, lambda ids: " ".join(WORDS[i] for i in ids if i != 1), 9, stream)
+    streamer = ConsoleStreamer(
+        WORDS.__getitem__, lambda ids: " ".join(WORDS[i] for i in ids if i != 1), 9, stream
+    )
     streamer.put(torch.tensor([7, 7]))
     streamer.put_draft(torch.tensor([9, 1, 9]))
     streamer.put_draft(torch.tensor([0, 1, 2]))
@@ -23,7 +25,11 @@ def play(stream):
 
 
 def test_plain_output_is_one_line_per_step():
-    assert play(io.StringIO()).splitlines() == [f"{MASK_CHARACTER} ⏎ {MASK_CHARACTER}", "red ⏎ .", "red ."]
+    assert play(io.StringIO()).splitlines() == [
+        f"{MASK_CHARACTER} ⏎ {MASK_CHARACTER}",
+        "red ⏎ .",
+        "red .",
+    ]
 
 
 def test_a_terminal_is_redrawn_in_place():

@@ -36,7 +36,9 @@ def test_specs(tmp_path):
 
 def test_several_trackers_get_every_record(vlm, tmp_path):
     listener = Listener()
-    out = vlm.generate("what is this ?", track=[listener, f"jsonl:{tmp_path}/run.jsonl"], stop=False)
+    out = vlm.generate(
+        "what is this ?", track=[listener, f"jsonl:{tmp_path}/run.jsonl"], stop=False
+    )
     assert json.loads(json.dumps(listener.records)) == read_records(tmp_path / "run.jsonl")
     assert len(listener.records) == len(out.trajectory) + 2
     scalars = step_scalars(listener.records[1])
@@ -57,7 +59,12 @@ def test_a_killed_run_leaves_its_lines(vlm, tmp_path):
 
     with pytest.raises(Killed):
         vlm.generate("what is this ?", track=[f"jsonl:{tmp_path}/run.jsonl", Killer()], stop=False)
-    assert [record["type"] for record in read_records(tmp_path / "run.jsonl")] == ["run", "step", "step", "step"]
+    assert [record["type"] for record in read_records(tmp_path / "run.jsonl")] == [
+        "run",
+        "step",
+        "step",
+        "step",
+    ]
 
 
 def test_wandb_offline_run_can_be_read_back(vlm, tmp_path, monkeypatch):
@@ -65,7 +72,9 @@ def test_wandb_offline_run_can_be_read_back(vlm, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    out = vlm.generate("what colour is the circle ?", track=WandbTracker(folder=tmp_path), stop=False)
+    out = vlm.generate(
+        "what colour is the circle ?", track=WandbTracker(folder=tmp_path), stop=False
+    )
     runs = list(tmp_path.rglob("run-*.wandb"))
     assert len(runs) == 1
     steps, config, summary, files = _read_wandb(runs[0])
@@ -92,26 +101,39 @@ def _read_wandb(path):
         record.ParseFromString(data)
         kind = record.WhichOneof("record_type")
         if kind == "history":
-            steps.append({(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
+            steps.append(
+                {
+                    (i.key or "/".join(i.nested_key)): json.loads(i.value_json)
+                    for i in record.history.item
+                }
+            )
         elif kind == "run":
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
         elif kind == "summary":
             for item in record.summary.update:
-                _put(summary, [item.key] if item.key else list(item.nested_key), json.loads(item.value_json))
+                _put(
+                    summary,
+                    [item.key] if item.key else list(item.nested_key),
+                    json.loads(item.value_json),
+                )
         elif kind == "files":
             files += 1
     return steps, config, summary, files
 
 
 def _log_entries(data):
-    """Entries of a LevelDB-style log: blocks of 32 KiB, pieces with a 7-byte head; the file begins with 7 bytes."""
+    """Entries of a LevelDB-style log: blocks of 32 KiB, pieces with a 7-byte head; the file begins
+    with 7 bytes."""
     position, entry = 7, b""
     while position + 7 <= len(data):
         room = 32768 - position % 32768
         if room < 7:
             position += room
             continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
         entry += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # whole, or last piece

@@ -11,12 +11,19 @@ import pytest
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.viewer import render_html, write_html
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 @pytest.fixture(scope="module")
 def records(vlm):
-    out = vlm.generate(["what colour is the circle ?", "<b>where</b> is it ?"], stop=False, prefill=["red", None], gen_length=6)
+    out = vlm.generate(
+        ["what colour is the circle ?", "<b>where</b> is it ?"],
+        stop=False,
+        prefill=["red", None],
+        gen_length=6,
+    )
     return list(out.trajectory.records())
 
 
@@ -43,7 +50,11 @@ def test_files_that_are_no_trajectories_are_named(tmp_path):
     with pytest.raises(InvalidInputError, match="no trajectory file"):
         write_html(tmp_path / "none.jsonl", tmp_path / "x.html")
     bad = tmp_path / "bad.jsonl"
-    for text, message in (("hello", "line 1 is not JSON"), ('{"type": "step"}', "does not begin"), ('{"a": 1}', "no known 'type'")):
+    for text, message in (
+        ("hello", "line 1 is not JSON"),
+        ('{"type": "step"}', "does not begin"),
+        ('{"a": 1}', "no known 'type'"),
+    ):
         bad.write_text(text)
         with pytest.raises(InvalidInputError, match=message):
             write_html(bad, tmp_path / "x.html")
@@ -62,7 +73,13 @@ def test_page_runs_in_a_browser(records, tmp_path):
     hostile[1]["rows"][0]["commits"][0][2] = "<img src=x onerror=document.title='broken'>"
     page = write_html(hostile, tmp_path / "sub" / "page.html")
     flags = "--headless --no-sandbox --disable-gpu --disable-sync --no-first-run --disable-background-networking"
-    command = [BROWSER, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    command = [
+        BROWSER,
+        *flags.split(),
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--dump-dom",
+        page.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     dom = done.stdout
     assert 'data-ready="true"' in dom

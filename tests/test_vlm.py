@@ -11,7 +11,13 @@ import torch
 from PIL import Image
 
 import dlm_decode
-from dlm_decode.errors import CheckpointError, InvalidInputError, MediaError, NumericalError, UnknownNameError
+from dlm_decode.errors import (
+    CheckpointError,
+    InvalidInputError,
+    MediaError,
+    NumericalError,
+    UnknownNameError,
+)
 from dlm_decode.samplers.baseline import Baseline
 from dlm_decode.samplers.lown import Lown
 
@@ -45,17 +51,28 @@ def test_ids_entry_equals_text_entry(vlm):
         modalities=inputs.modalities,
         stop=False,
     )
-    prompt = vlm.model.encode_prompt(inputs.input_ids, inputs.pixel_values, inputs.image_sizes, inputs.modalities)
+    prompt = vlm.model.encode_prompt(
+        inputs.input_ids, inputs.pixel_values, inputs.image_sizes, inputs.modalities
+    )
     embeds = vlm.generate(inputs_embeds=prompt.embeds, stop=False)
     assert text.sequences.tolist() == ids.sequences.tolist() == embeds.sequences.tolist()
 
 
-@pytest.mark.parametrize("sampler", ["baseline", "baseline:remasking=random", "lown", "lown:guard=none,positions=original"])
+@pytest.mark.parametrize(
+    "sampler",
+    ["baseline", "baseline:remasking=random", "lown", "lown:guard=none,positions=original"],
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_batch_equals_singles(vlm, sampler, temperature):
     questions = [QUESTION, "is there a red square ?", "how many objects are there in the picture ?"]
     images = [[picture(seed=1)], None, [picture(60, 20, seed=2)]]
-    options = {"sampler": sampler, "temperature": temperature, "gen_length": 12, "steps": 7, "block_length": 5}
+    options = {
+        "sampler": sampler,
+        "temperature": temperature,
+        "gen_length": 12,
+        "steps": 7,
+        "block_length": 5,
+    }
     seeds = [7, 8, 9]
     together = vlm.generate(questions, images=images, seed=seeds, **options)
     for row, (question, image) in enumerate(zip(questions, images, strict=True)):
@@ -68,7 +85,9 @@ def test_batch_equals_singles(vlm, sampler, temperature):
 
 
 def test_padding_of_the_batch_is_the_pad_id(vlm):
-    out = vlm.generate([QUESTION, QUESTION], prefill=["the circle is red .", None], gen_length=8, stop=["red"])
+    out = vlm.generate(
+        [QUESTION, QUESTION], prefill=["the circle is red .", None], gen_length=8, stop=["red"]
+    )
     lengths = [len(row["tokens"]) for row in out.trajectory.end["rows"]]
     assert out.stop_positions[0] == 3
     assert (out.sequences[0, lengths[0] :] == vlm.model.special_ids.pad).all()
@@ -79,7 +98,11 @@ def test_infilling_keeps_what_is_given(vlm):
     out = vlm.generate(QUESTION, prefill=template, stop=False)
     ids = vlm.processor.encode(template)
     assert out.sequences.shape[1] == len(ids) == 6
-    kept = [(got, want) for got, want in zip(out.sequences[0].tolist(), ids, strict=True) if want != vlm.model.special_ids.mask]
+    kept = [
+        (got, want)
+        for got, want in zip(out.sequences[0].tolist(), ids, strict=True)
+        if want != vlm.model.special_ids.mask
+    ]
     assert len(kept) == 4
     assert all(got == want for got, want in kept)
     assert out.cost.num_forwards == 2
@@ -111,9 +134,11 @@ def test_stops_as_text_ids_and_sequences(vlm):
     for stop in (target, [target], [[target]], [vlm.processor.token_text(target)]):
         out = vlm.generate(QUESTION, stop=stop, block_length=1)
         found = out.stop_positions[0]
-        assert found is None or out.sequences[0].tolist() == vlm.generate(QUESTION, stop=False, block_length=1).sequences[
-            0, :found
-        ].tolist()
+        assert (
+            found is None
+            or out.sequences[0].tolist()
+            == vlm.generate(QUESTION, stop=False, block_length=1).sequences[0, :found].tolist()
+        )
     assert first <= 4
 
 
@@ -180,7 +205,9 @@ def test_several_images_are_padded_not_tiled(vlm):
 def test_lown_limits_on_a_real_model(vlm):
     options = {"images": picture(), "gen_length": 12, "steps": 6, "block_length": 6, "stop": False}
     baseline = vlm.generate(QUESTION, **options)
-    always = vlm.generate(QUESTION, sampler=Lown(access="always", accept="k", order="confidence"), **options)
+    always = vlm.generate(
+        QUESTION, sampler=Lown(access="always", accept="k", order="confidence"), **options
+    )
     assert always.sequences.tolist() == baseline.sequences.tolist()
     assert always.cost.relative == 1.0
     routed = vlm.generate(QUESTION, sampler="lown", **options)
@@ -194,7 +221,10 @@ def test_lown_limits_on_a_real_model(vlm):
     rho = forward_flops(geometry, short, short) / forward_flops(geometry, long, long)
     assert routed.cost.relative == pytest.approx(full / 6 + text / 6 * rho)
     plain = vlm.generate(QUESTION, sampler="lown", gen_length=6, stop=False)
-    assert plain.sequences.tolist() == vlm.generate(QUESTION, gen_length=6, stop=False).sequences.tolist()
+    assert (
+        plain.sequences.tolist()
+        == vlm.generate(QUESTION, gen_length=6, stop=False).sequences.tolist()
+    )
 
 
 def test_trajectory_file_round_trip(vlm, tmp_path):
@@ -205,7 +235,9 @@ def test_trajectory_file_round_trip(vlm, tmp_path):
     live, after = read_records(tmp_path / "a" / "live.jsonl"), read_records(saved)
     assert live == after == json.loads(json.dumps(list(out.trajectory.records())))
     assert [record["type"] for record in live] == ["run", *["step"] * len(out.trajectory), "end"]
-    commits = [commit for record in live[1:-1] for row in record["rows"] for commit in row["commits"]]
+    commits = [
+        commit for record in live[1:-1] for row in record["rows"] for commit in row["commits"]
+    ]
     assert len({commit[0] for commit in commits}) == len(commits)
     assert out.trajectory.commit_steps()[commits[0][0]] == 0
 
@@ -231,15 +263,24 @@ def test_trajectory_file_round_trip(vlm, tmp_path):
         ({"prompt": "a", "stages": ["strid"]}, "Did you mean 'stride'"),
         ({"prompt": "a", "cache": "prefix"}, "unknown cache policy 'prefix'"),
         ({"prompt": "a", "preset": "offical"}, "Did you mean 'official'"),
-        ({"prompt": "a", "gen_length": 4, "steps": 1, "block_length": 2}, "gen_length 4, block_length 2, steps 1"),
-        ({"prompt": "a", "gen_length": 5, "steps": 4, "block_length": 2, "preset": "official"}, "preset 'official'"),
+        (
+            {"prompt": "a", "gen_length": 4, "steps": 1, "block_length": 2},
+            "gen_length 4, block_length 2, steps 1",
+        ),
+        (
+            {"prompt": "a", "gen_length": 5, "steps": 4, "block_length": 2, "preset": "official"},
+            "preset 'official'",
+        ),
         ({"prompt": "a", "gen_length": 1000}, "the model reads at most 400"),
         ({"prompt": "a", "temperature": -0.5}, "temperature must be"),
         ({"prompt": "a", "seed": [1, 2]}, "seed has 2 entries for 1 rows"),
         ({"prompt": "a", "stop": [[]]}, "a stop sequence is empty"),
         ({"prompt": "a", "stop": True}, "stop=True means nothing"),
         ({"prompt": "a", "suffix": ""}, "suffix is empty"),
-        ({"prompt": "a", "prefill": "red red red", "gen_length": 2}, "prefill has 3 tokens and gen_length is 2"),
+        (
+            {"prompt": "a", "prefill": "red red red", "gen_length": 2},
+            "prefill has 3 tokens and gen_length is 2",
+        ),
         ({"prompt": "a", "suppress_token_ids": [10**6]}, "outside the vocabulary"),
         ({"prompt": ["a", "b"], "streamer": object()}, "a streamer shows one row"),
         ({"prompt": "a", "track": "wanbd"}, "Did you mean 'wandb'"),
@@ -290,7 +331,9 @@ def test_load_names_what_is_wrong(tmp_path):
 
 
 def test_load_overrides_special_ids(checkpoint):
-    other = dlm_decode.load(checkpoint, stop_token_ids=[5], suppress_token_ids=[6], eos_token_id=7, mask_token_id=8)
+    other = dlm_decode.load(
+        checkpoint, stop_token_ids=[5], suppress_token_ids=[6], eos_token_id=7, mask_token_id=8
+    )
     ids = other.model.special_ids
     assert (ids.stop, ids.suppress, ids.eos, ids.mask) == ((5,), (6,), 7, 8)
 
@@ -327,6 +370,10 @@ def test_streamer_protocol(vlm):
     out = vlm.generate(QUESTION, images=picture(), streamer=recorder, stop=False)
     assert [name for name, _ in recorder.calls] == ["put", *["draft"] * 8, "put", "end"]
     assert (recorder.calls[0][1] >= 0).all()
-    masks = [int((value == vlm.model.special_ids.mask).sum()) for name, value in recorder.calls if name == "draft"]
+    masks = [
+        int((value == vlm.model.special_ids.mask).sum())
+        for name, value in recorder.calls
+        if name == "draft"
+    ]
     assert masks == list(range(7, -1, -1))
     assert recorder.calls[-2][1].tolist() == out.sequences[0].tolist()

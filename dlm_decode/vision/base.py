@@ -17,7 +17,8 @@ __all__ = ["Stage", "check_keep_ratio", "keep_positions"]
 class Stage(Protocol):
     """A frozen dataclass of knobs; register it with `@register_stage("name")`.
 
-    A stage shrinks the FULL view of one row before the language model reads it. The TEXT_ONLY view is not touched.
+    A stage shrinks the FULL view of one row before the language model reads it. The TEXT_ONLY view
+    is not touched.
     """
 
     def before_lm(self, prompt: Prompt) -> Prompt:
@@ -26,7 +27,8 @@ class Stage(Protocol):
 
 
 def keep_positions(prompt: Prompt, keep: Tensor) -> Prompt:
-    """The prompt with only the positions where `keep` holds; text is always kept, rotary positions stay.
+    """The prompt with only the positions where `keep` holds; text is always kept, rotary positions
+    stay.
 
     Args:
         prompt: one row's prompt.
@@ -38,7 +40,14 @@ def keep_positions(prompt: Prompt, keep: Tensor) -> Prompt:
     for span in prompt.spans:
         start = order[span.start - 1] if span.start else 0
         length = order[span.start + span.length - 1] - start
-        spans.append(replace(span, start=start, length=length, sections=span.sections if length == span.length else ()))
+        spans.append(
+            replace(
+                span,
+                start=start,
+                length=length,
+                sections=span.sections if length == span.length else (),
+            )
+        )
     return Prompt(
         embeds=prompt.embeds[keep],
         ids=prompt.ids[keep],
