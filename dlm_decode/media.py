@@ -15,7 +15,6 @@ __all__ = ["open_frames", "open_image", "uniform_indices"]
 
 _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 DEFAULT_NUM_FRAMES = 32
-_MAX_ASPECT = 200
 
 
 def open_image(source: Any) -> Image.Image:
@@ -69,7 +68,8 @@ def _from_array(array: np.ndarray) -> Image.Image:
         or 0 in array.shape
     ):
         raise MediaError(
-            f"an image array must be (H, W), (H, W, 3) or (H, W, 4) and not empty, got {array.shape}."
+            "an image array must be (H, W), (H, W, 3) or (H, W, 4) and not empty, got "
+            f"{array.shape}."
         )
     if array.dtype == np.uint8:
         return Image.fromarray(array)
@@ -87,12 +87,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode.startswith(("I", "F")):
-        values = np.asarray(image, dtype=np.float64)
-        top = max(float(values.max()), 1.0)
-        top = 65535.0 if top > 255 else 255.0
-        return Image.fromarray(
-            (values.clip(0, top) * (255 / top)).round().astype(np.uint8)
-        ).convert("RGB")
+        return Image.fromarray(_to_bytes(np.asarray(image), image.mode)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         layered = image.convert("RGBA")
         white = Image.new("RGBA", layered.size, (255, 255, 255, 255))
@@ -100,22 +95,21 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def check_aspect(image: Image.Image) -> None:
-    """Raises `MediaError` for an image so thin that a side would vanish when it is fitted to a
-    grid.
+def _to_bytes(values: np.ndarray, mode: str) -> np.ndarray:
+    """Wide grey values as uint8.
+
+    16-bit files are scaled from their full range, others from the smallest fitting one.
     """
-    long, short = max(image.size), min(image.size)
-    if long > _MAX_ASPECT * short:
-        raise MediaError(
-            f"an image of {image.width} x {image.height} is too thin to be fitted to a grid of tiles (limit "
-            f"{_MAX_ASPECT}:1); crop it, or use image_aspect_ratio='pad'."
-        )
+    values = np.nan_to_num(values.astype(np.float64))
+    top = 65535.0
+    if not mode.startswith("I;16"):
+        limits = (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
+        top = next((limit for limit in limits if values.max() <= limit), 65535.0)
+    return (values.clip(0, top) * (255 / top)).round().astype(np.uint8)
 
 
 def uniform_indices(total: int, count: int) -> list[int]:
-    """`count` frame numbers at even distances from the first to the last of `total`; all of them if
-    there are fewer.
-    """
+    """`count` of `total` frame numbers, evenly spaced from first to last; all if fewer exist."""
     if total <= count:
         return list(range(total))
     return np.linspace(0, total - 1, count, dtype=int).tolist()
@@ -162,13 +156,23 @@ def _decode_video(path: Path, num_frames: int) -> list[Image.Image]:
         import av
     except ImportError:
         raise MediaError(
-            f"reading the video file {str(path)!r} needs PyAV; install dlm-decode[video], or pass a folder of frames."
+            f"reading the video file {str(path)!r} needs PyAV; install dlm-decode[video], or pass "
+            "a folder of frames."
         ) from None
     try:
+        # Counted first: containers give wrong frame counts or none, and all frames as pictures may
+        # not fit in memory.
         with av.open(str(path)) as container:
-            frames = [frame.to_image() for frame in container.decode(video=0)]
-    except (av.error.FFmpegError, IndexError, OSError) as error:
+            total = sum(1 for _ in container.decode(video=0))
+        wanted = set(uniform_indices(total, num_frames))
+        with av.open(str(path)) as container:
+            frames = [
+                frame.to_image()
+                for index, frame in enumerate(container.decode(video=0))
+                if index in wanted
+            ]
+    except (av.FFmpegError, IndexError, OSError) as error:
         raise MediaError(f"cannot decode video {str(path)!r} with PyAV: {error}.") from error
     if not frames:
         raise MediaError(f"the video {str(path)!r} has no frames.")
-    return [_to_rgb(frames[index]) for index in uniform_indices(len(frames), num_frames)]
+    return [_to_rgb(frame) for frame in frames]

@@ -1,4 +1,4 @@
-"""Models: official checkpoints as they are published, without remote code. One model type per file."""
+"""Models: checkpoints as they are published, without remote code. One model type per file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
 __all__ = ["get", "load_model", "load_processor", "names", "register_model"]
 
-_registry: Registry[DiffusionModel] = Registry("model type", "dlm_decode.models", "dlm_decode.models")
+_registry: Registry[DiffusionModel] = Registry(
+    "model type", "dlm_decode.models", "dlm_decode.models"
+)
 M = TypeVar("M", bound="type[DiffusionModel]")
 
 
-def register_model(model_type: str):  # noqa: ANN201 - a decorator that returns its argument
-    """Class decorator: makes checkpoints of `model_type` loadable, here and through transformers' Auto classes.
+def register_model(model_type: str):
+    """Class decorator: checkpoints of `model_type` load here and by transformers' Auto classes.
 
     The class needs `config_class`, whose `model_type` equals the argument.
     """
@@ -43,7 +45,7 @@ def get(model_type: str) -> type[DiffusionModel]:
     return _registry.get(model_type)
 
 
-def __getattr__(name: str):  # noqa: ANN202 - any attribute
+def __getattr__(name: str):
     """The loading functions, imported on first use because they import transformers."""
     if name in ("load_model", "load_processor"):
         from dlm_decode.models import loading

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dlm_decode.errors import CheckpointError
+from dlm_decode.errors import CheckpointError, MediaError
 
 __all__ = [
     "best_resolution",
@@ -27,13 +27,17 @@ __all__ = [
 ]
 
 _MEAN = _STD = 0.5
+_MAX_SQUARE_PIXELS = 20_000**2
 
 
-def grid_candidates(pinpoints: Sequence[Sequence[int]] | str | None, tile_size: int) -> list[tuple[int, int]]:
+def grid_candidates(
+    pinpoints: Sequence[Sequence[int]] | str | None, tile_size: int
+) -> list[tuple[int, int]]:
     """Canvas sizes `(width, height)` that an image may be fitted to.
 
     Args:
-        pinpoints: a list of sizes in pixels, or tile counts as text: `"(1x1),...,(6x6)"` means every pair in between.
+        pinpoints: a list of sizes in pixels, or tile counts as text: `"(1x1),...,(6x6)"` means
+            every pair in between.
         tile_size: pixels per tile side, used with text.
 
     Raises:
@@ -46,17 +50,22 @@ def grid_candidates(pinpoints: Sequence[Sequence[int]] | str | None, tile_size: 
             pairs = [(a, b) for a in range(a0, a1 + 1) for b in range(b0, b1 + 1)]
         if pairs:
             return [(a * tile_size, b * tile_size) for a, b in pairs]
-        sizes = [(int(a), int(b)) for a, b in re.findall(r"[\[(]\s*(\d+)\s*,\s*(\d+)\s*[\])]", pinpoints)]
+        sizes = [
+            (int(a), int(b)) for a, b in re.findall(r"[\[(]\s*(\d+)\s*,\s*(\d+)\s*[\])]", pinpoints)
+        ]
     else:
         sizes = [(int(size[0]), int(size[1])) for size in pinpoints or ()]
     if not sizes:
         raise CheckpointError(
-            f"image_grid_pinpoints {pinpoints!r} gives no grid; use a list of [width, height] or '(1x1),...,(6x6)'."
+            f"image_grid_pinpoints {pinpoints!r} gives no grid; use a list of [width, height] or "
+            "'(1x1),...,(6x6)'."
         )
     return sizes
 
 
-def best_resolution(size: tuple[int, int], candidates: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def best_resolution(
+    size: tuple[int, int], candidates: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
     """The candidate that keeps most of the image's pixels, then wastes least; the first of equals.
 
     Args:
@@ -80,7 +89,9 @@ def max_tiles_of(aspect_ratio: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def tiles_of(image: Image.Image, candidates: Sequence[tuple[int, int]], tile_size: int) -> list[Image.Image]:
+def tiles_of(
+    image: Image.Image, candidates: Sequence[tuple[int, int]], tile_size: int
+) -> list[Image.Image]:
     """The whole image squashed into one tile, then the tiles of its padded copy, row after row.
 
     Args:
@@ -101,10 +112,19 @@ def tiles_of(image: Image.Image, candidates: Sequence[tuple[int, int]], tile_siz
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:
-    """The image in the middle of a grey square."""
+    """The image in the middle of a grey square.
+
+    Raises:
+        MediaError: an image so thin that the square would need gigabytes.
+    """
     side = max(image.size)
     if image.width == image.height:
         return image
+    if side**2 > _MAX_SQUARE_PIXELS:
+        raise MediaError(
+            f"an image of {image.width} x {image.height} is too long to be padded to a square; "
+            "crop it or make it smaller."
+        )
     grey = round(255 * _MEAN - 0.5)
     square = Image.new("RGB", (side, side), (grey, grey, grey))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
@@ -120,7 +140,10 @@ def pixels_of(image: Image.Image, tile_size: int) -> Tensor:
 
 
 def unpadded_box(rows: int, columns: int, size: tuple[int, int]) -> tuple[slice, slice]:
-    """Rows and columns of a padded feature map that show the image. The crop is symmetric: an odd rest stays.
+    """Rows and columns of a padded feature map that show the image.
+
+    The crop is symmetric, so an odd rest stays. At least the middle of the map stays, however thin
+    the image is.
 
     Args:
         rows: of the map.
@@ -129,7 +152,11 @@ def unpadded_box(rows: int, columns: int, size: tuple[int, int]) -> tuple[slice,
     """
     width, height = size
     if width / height > columns / rows:
-        margin = (rows - int(height * (columns / width))) // 2
+        margin = _margin(rows, int(height * (columns / width)))
         return slice(margin, rows - margin), slice(0, columns)
-    margin = (columns - int(width * (rows / height))) // 2
+    margin = _margin(columns, int(width * (rows / height)))
     return slice(0, rows), slice(margin, columns - margin)
+
+
+def _margin(total: int, kept: int) -> int:
+    return min((total - kept) // 2, (total - 1) // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from dlm_decode.errors import InvalidInputError
 if TYPE_CHECKING:
     from dlm_decode.models.llada import LLaDAAttention
 
-__all__ = ["BACKENDS", "attend", "check_backend"]
+__all__ = ["BACKENDS", "attend", "check_backend", "mask_for"]
 
 BACKENDS = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 
@@ -25,17 +26,48 @@ def check_backend(name: str) -> None:
         InvalidInputError: not one of `BACKENDS`, or its package is not installed.
     """
     if name not in BACKENDS:
-        raise InvalidInputError(f"attn_implementation {name!r} is unknown; use one of {', '.join(BACKENDS)}.")
+        raise InvalidInputError(
+            f"attn_implementation {name!r} is unknown; use one of {', '.join(BACKENDS)}."
+        )
     if name == "flash_attention_2":
-        from transformers.utils import is_flash_attn_2_available
+        from transformers.utils.import_utils import is_flash_attn_2_available
 
         if not is_flash_attn_2_available():
             raise InvalidInputError(
-                "attn_implementation 'flash_attention_2' needs the flash-attn package and a CUDA device; use 'sdpa'."
+                "attn_implementation 'flash_attention_2' needs the flash-attn package and a CUDA "
+                "device; use 'sdpa'."
             )
 
 
-def attend(module: LLaDAAttention, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+def mask_for(backend: str, key_mask: Tensor | None, num_queries: int) -> Any:
+    """What `attend` takes as `mask`, made once for all layers.
+
+    Args:
+        backend: one of `BACKENDS`.
+        key_mask: `(B, K)` bool, `True` at real keys; `None` for no padding, and then no mask is
+            built.
+        num_queries: Q.
+
+    Returns:
+        A bool tensor that broadcasts over heads and queries, a block mask for flex attention, or
+        `None`. No `(Q, K)` tensor.
+    """
+    if key_mask is None or backend == "flash_attention_2":
+        return key_mask
+    if backend != "flex_attention":
+        return key_mask[:, None, None, :]
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def is_real(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return key_mask[batch, k_index]
+
+    num_rows, num_keys = key_mask.shape
+    return create_block_mask(
+        is_real, num_rows, None, num_queries, num_keys, device=str(key_mask.device)
+    )
+
+
+def attend(module: LLaDAAttention, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
     """Attention with the backend that the model was loaded with.
 
     Args:
@@ -43,51 +75,48 @@ def attend(module: LLaDAAttention, query: Tensor, key: Tensor, value: Tensor, ke
         query: `(B, H, Q, d)`.
         key: `(B, H_kv, K, d)`.
         value: `(B, H_kv, K, d)`.
-        key_mask: `(B, K)` bool, `True` at real keys; `None` for no padding, and then no mask is built.
+        mask: from `mask_for`.
 
     Returns:
         `(B, H, Q, d)`.
     """
     backend = module.config._attn_implementation or "sdpa"
     if backend == "eager":
-        return _eager(query, key, value, key_mask)
+        return _eager(query, key, value, mask)
+    is_grouped = query.shape[1] != key.shape[1]
     if backend == "flex_attention":
-        return _flex(query, key, value, key_mask)
+        return _flex(query.device.type)(query, key, value, block_mask=mask, enable_gqa=is_grouped)
     if backend == "flash_attention_2":
-        return _flash(module, query, key, value, key_mask)
-    mask = None if key_mask is None else key_mask[:, None, None, :]
+        return _flash(module, query, key, value, mask)
     return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1]
+        query, key, value, attn_mask=mask, enable_gqa=is_grouped
     )
 
 
-def _eager(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+def _eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
-    if key_mask is not None:
-        scores = scores.masked_fill(~key_mask[:, None, None, :], torch.finfo(scores.dtype).min)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return scores.float().softmax(dim=-1).to(query.dtype) @ value
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+@cache
+def _flex(device_type: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
 
-    block_mask = None
-    if key_mask is not None:
-
-        def is_real(batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-            return key_mask[batch, k_index]
-
-        sizes = (query.shape[0], None, query.shape[2], key.shape[2])
-        block_mask = create_block_mask(is_real, *sizes, device=str(query.device))
-    run: Any = torch.compile(flex_attention) if query.device.type == "cuda" else flex_attention
-    return run(query, key, value, block_mask=block_mask, enable_gqa=query.shape[1] != key.shape[1])
+    # Without compilation flex attention is correct and holds all scores; it is fused on CUDA only.
+    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
-def _flash(module: LLaDAAttention, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> Tensor:
+def _flash(
+    module: LLaDAAttention, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None
+) -> Tensor:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     run = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-    mixed, _ = run(module, query, key, value, key_mask, scaling=query.shape[-1] ** -0.5, is_causal=False)
+    mixed, _ = run(
+        module, query, key, value, key_mask, scaling=query.shape[-1] ** -0.5, is_causal=False
+    )
     return mixed.transpose(1, 2)

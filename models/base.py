@@ -20,8 +20,9 @@ __all__ = ["DiffusionModel"]
 class DiffusionModel(PreTrainedModel):
     """A masked-diffusion language model with an optional vision part.
 
-    Subclasses set `model` and `lm_head` and implement `hidden_states` and `geometry`; multimodal ones override
-    `encode_prompt`. B rows, S sequence length, D hidden size, V vocabulary, P prompt length.
+    Subclasses set `model` and `lm_head` and implement `hidden_states` and `geometry`; multimodal
+    ones override `encode_prompt`. B rows, S sequence length, D hidden size, V vocabulary, P prompt
+    length.
     """
 
     shift_logits = False
@@ -46,7 +47,9 @@ class DiffusionModel(PreTrainedModel):
         """Input embeddings `(..., D)` of ids `(...)`."""
         return self.get_input_embeddings()(ids)
 
-    def hidden_states(self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
         """States after the final norm.
 
         Args:
@@ -79,17 +82,23 @@ class DiffusionModel(PreTrainedModel):
             modalities: ignored without pixels.
 
         Raises:
-            InvalidInputError: pixels or image placeholders for a model that has no vision part, or ids outside the
-                vocabulary.
+            InvalidInputError: pixels or image placeholders for a model that has no vision part, or
+                ids outside the vocabulary.
         """
         if pixel_values is not None and len(pixel_values):
-            raise InvalidInputError(f"{type(self).__name__} is a text-only model and cannot read pixel_values.")
+            raise InvalidInputError(
+                f"{type(self).__name__} is a text-only model and cannot read pixel_values."
+            )
         num_slots = int((input_ids == IMAGE_TOKEN_ID).sum())
         if num_slots:
-            raise InvalidInputError(f"the prompt has {num_slots} image placeholders, and no image was given.")
+            raise InvalidInputError(
+                f"the prompt has {num_slots} image placeholders, and no image was given."
+            )
         self.check_ids(input_ids)
         return Prompt(
-            embeds=self.embed(input_ids), ids=input_ids, is_visual=torch.zeros_like(input_ids, dtype=torch.bool)
+            embeds=self.embed(input_ids),
+            ids=input_ids,
+            is_visual=torch.zeros_like(input_ids, dtype=torch.bool),
         )
 
     def check_ids(self, ids: Tensor) -> None:
@@ -98,12 +107,15 @@ class DiffusionModel(PreTrainedModel):
         wrong = ids[(ids >= size) | ((ids < 0) & (ids != IMAGE_TOKEN_ID))]
         if len(wrong):
             raise InvalidInputError(
-                f"ids {wrong.unique().tolist()[:5]} are outside the vocabulary of {size}; was another tokenizer used?"
+                f"ids {wrong.unique().tolist()[:5]} are outside the vocabulary of {size}; was "
+                "another tokenizer used?"
             )
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses: diffusion models are not decoded left to right."""
         raise InvalidInputError(
-            "transformers' generate decodes left to right; use dlm_decode.load(...).generate(...), or "
-            "dlm_decode.DiffusionVlm(model, processor).generate(...) for a model that is loaded already."
+            "transformers' generate decodes left to right; use dlm_decode.load(...).generate(...), "
+            "or "
+            "dlm_decode.DiffusionVlm(model, processor).generate(...) for a model that is loaded "
+            "already."
         )

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from dlm_decode.cost import Geometry
 from dlm_decode.models import register_model
-from dlm_decode.models.attention import attend
+from dlm_decode.models.attention import attend, mask_for
 from dlm_decode.models.base import DiffusionModel
 from dlm_decode.models.configuration import LLaDAConfig
+from dlm_decode.models.key_names import register_renames
 
 __all__ = ["LLaDABackbone", "LLaDALayer", "LLaDAModelLM", "RMSNorm", "rotary"]
 
@@ -35,7 +36,9 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(hidden.dtype)
 
 
-def rotary(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotary(
+    position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines `(B, 1, S, head_dim)` for half-split rotation, computed in float32.
 
     Args:
@@ -44,7 +47,9 @@ def rotary(position_ids: Tensor, head_dim: int, theta: float, dtype: torch.dtype
         theta: base of the frequencies.
         dtype: of the result.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device) / head_dim
+    exponent = (
+        torch.arange(0, head_dim, 2, dtype=torch.float32, device=position_ids.device) / head_dim
+    )
     angles = position_ids[:, None, :, None].float() * (1.0 / theta**exponent)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -74,12 +79,12 @@ class LLaDAAttention(nn.Module):
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], key_mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Any) -> Tensor:
         """`(B, S, D)` to `(B, S, D)`; arguments as in `LLaDALayer`."""
         query = _rotate(self._heads(self.q_proj(hidden)), *cos_sin)
         key = _rotate(self._heads(self.k_proj(hidden)), *cos_sin)
         value = self._heads(self.v_proj(hidden))
-        mixed = attend(self, query, key, value, key_mask)
+        mixed = attend(self, query, key, value, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -108,15 +113,15 @@ class LLaDALayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LLaDAMLP(config)
 
-    def forward(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], key_mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Any) -> Tensor:
         """One layer.
 
         Args:
             hidden: `(B, S, D)`.
             cos_sin: from `rotary`.
-            key_mask: `(B, S)` bool or `None`.
+            mask: from `mask_for`.
         """
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos_sin, key_mask)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos_sin, mask)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -130,14 +135,20 @@ class LLaDABackbone(nn.Module):
         self.layers = nn.ModuleList([LLaDALayer(config) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
         """See `DiffusionModel.hidden_states`."""
         config = self.config
         cos_sin = rotary(position_ids, config.head_dim, config.rope_theta, inputs_embeds.dtype)
+        mask = mask_for(config._attn_implementation or "sdpa", key_mask, inputs_embeds.shape[1])
         hidden = inputs_embeds
         for layer in self.layers:
-            hidden = layer(hidden, cos_sin, key_mask)
+            hidden = layer(hidden, cos_sin, mask)
         return self.norm(hidden)
+
+
+register_renames("llada")
 
 
 @register_model("llada")
@@ -185,7 +196,9 @@ class LLaDAModelLM(DiffusionModel):
             vocab_size=config.vocab_size,
         )
 
-    def hidden_states(self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None
+    ) -> Tensor:
         """See `DiffusionModel.hidden_states`."""
         return self.model(inputs_embeds, position_ids, key_mask)
 
@@ -196,7 +209,7 @@ class LLaDAModelLM(DiffusionModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Logits `(B, S, V)` of a whole sequence, for inspection; decoding asks for single positions.
+        """Logits `(B, S, V)` of a whole sequence, to look at; decoding asks for single positions.
 
         Args:
             input_ids: `(B, S)`, or `inputs_embeds` instead.
@@ -204,7 +217,11 @@ class LLaDAModelLM(DiffusionModel):
             attention_mask: `(B, S)`, 0 at padding; positions then count real tokens only.
             position_ids: `(B, S)`.
         """
-        embeds = self.embed(input_ids) if inputs_embeds is None and input_ids is not None else inputs_embeds
+        embeds = (
+            self.embed(input_ids)
+            if inputs_embeds is None and input_ids is not None
+            else inputs_embeds
+        )
         if embeds is None:
             raise ValueError("pass input_ids or inputs_embeds.")
         key_mask = None if attention_mask is None else attention_mask.bool()

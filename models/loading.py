@@ -1,9 +1,8 @@
-"""From a checkpoint folder or hub id to a model and a processor, with every contradiction reported."""
+"""From a checkpoint folder or hub id to a model and a processor; contradictions are errors."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,48 +10,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedTokenizerFast
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from dlm_decode import models
 from dlm_decode.errors import CheckpointError, InvalidInputError
 from dlm_decode.models.attention import check_backend
 from dlm_decode.models.base import DiffusionModel
+from dlm_decode.models.key_names import renamed
 from dlm_decode.models.processing import VlmProcessor
+from dlm_decode.models.special_ids import special_ids_of
 
 __all__ = ["load_model", "load_processor"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NUM_LISTED = 6
-
-# The text-only LLaDA checkpoints keep OLMo's names; the tensors are the same.
-_BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
-_RENAMES = {
-    r"^model\.transformer\.wte\.weight$": r"model.embed_tokens.weight",
-    r"^model\.transformer\.ln_f\.weight$": r"model.norm.weight",
-    r"^model\.transformer\.ff_out\.weight$": r"lm_head.weight",
-    _BLOCK + r"(q_proj|k_proj|v_proj)\.weight$": r"model.layers.\1.self_attn.\2.weight",
-    _BLOCK + r"attn_out\.weight$": r"model.layers.\1.self_attn.o_proj.weight",
-    _BLOCK + r"ff_proj\.weight$": r"model.layers.\1.mlp.gate_proj.weight",
-    _BLOCK + r"up_proj\.weight$": r"model.layers.\1.mlp.up_proj.weight",
-    _BLOCK + r"ff_out\.weight$": r"model.layers.\1.mlp.down_proj.weight",
-    _BLOCK + r"attn_norm\.weight$": r"model.layers.\1.input_layernorm.weight",
-    _BLOCK + r"ff_norm\.weight$": r"model.layers.\1.post_attention_layernorm.weight",
-}
-
-
-def _register_renames() -> None:
-    renames = [WeightRenaming(source, target) for source, target in _RENAMES.items()]
-    register_checkpoint_conversion_mapping("llada", renames, overwrite=True)
-
-
-def _renamed(key: str) -> str:
-    for source, target in _RENAMES.items():
-        key, count = re.subn(source, target, key)
-        if count:
-            break
-    return key
 
 
 def load_model(
@@ -70,7 +41,8 @@ def load_model(
     """Loads the weights of a checkpoint; arguments as in `dlm_decode.load`.
 
     Raises:
-        CheckpointError: no config, weights that are missing, unexpected or of another shape than the config says.
+        CheckpointError: no config, weights that are missing, unexpected or of another shape than
+            the config says.
         UnknownNameError: a model type that nothing is registered for.
         InvalidInputError: no such folder or hub id, an unknown dtype or attention backend.
     """
@@ -78,8 +50,8 @@ def load_model(
     chosen_dtype = _dtype(dtype)
     name = str(path)
     raw = _read_config(name)
-    cls = models.get(raw.get("model_type", "missing"))
-    config = cls.config_class.from_pretrained(name)
+    cls = _model_class(raw, name)
+    config: Any = cls.config_class.from_pretrained(name)
     overrides = {
         "mask_token_id": mask_token_id,
         "eos_token_id": eos_token_id,
@@ -89,11 +61,11 @@ def load_model(
     for key, value in overrides.items():
         if value is not None:
             setattr(config, key, value)
+    _check_special_ids(config, name)
     folder = Path(name)
     if folder.is_dir():
         _check_weights(folder, cls, config)
-    _register_renames()
-    model, report = cls.from_pretrained(
+    loaded: Any = cls.from_pretrained(
         name,
         config=config,
         dtype=chosen_dtype,
@@ -102,10 +74,16 @@ def load_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    problems = [f"{kind}: {_listed(map(str, report[f'{kind}_keys']))}" for kind in ("missing", "unexpected", "mismatched")
-                if report.get(f"{kind}_keys")]
+    model, report = loaded
+    problems = [
+        f"{kind}: {_listed(map(str, report[f'{kind}_keys']))}"
+        for kind in ("missing", "unexpected", "mismatched")
+        if report.get(f"{kind}_keys")
+    ]
     if problems:
-        raise CheckpointError(f"the weights of {name!r} do not fit its config: {'; '.join(problems)}.")
+        raise CheckpointError(
+            f"the weights of {name!r} do not fit its config: {'; '.join(problems)}."
+        )
     if device is not None:
         model = model.to(device)
     return model.eval()
@@ -118,7 +96,9 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
     if dtype == "auto":
         return dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidInputError(f"dtype {dtype!r} is unknown; use 'float32', 'bfloat16', 'float16' or 'auto'.")
+        raise InvalidInputError(
+            f"dtype {dtype!r} is unknown; use 'float32', 'bfloat16', 'float16' or 'auto'."
+        )
     return found
 
 
@@ -133,7 +113,8 @@ def _read_config(name: str) -> dict[str, Any]:
             from dlm_decode.vlm import shipped_models
 
             raise InvalidInputError(
-                f"no folder {name!r}; pass a checkpoint folder, a hub id such as 'GSAI-ML/LLaDA-V', or a shipped model "
+                f"no folder {name!r}; pass a checkpoint folder, a hub id such as "
+                "'GSAI-ML/LLaDA-V', or a shipped model "
                 f"({', '.join(shipped_models()) or 'none'})."
             )
         try:
@@ -146,9 +127,31 @@ def _read_config(name: str) -> dict[str, Any]:
         raise CheckpointError(f"config.json of {name!r} is not JSON: {error}.") from None
 
 
+def _model_class(raw: dict[str, Any], name: str) -> Any:
+    model_type = raw.get("model_type")
+    if model_type is None:
+        raise CheckpointError(
+            f"config.json of {name!r} has no model_type; known are {', '.join(models.names())}."
+        )
+    return models.get(model_type)
+
+
+def _check_special_ids(config: Any, name: str) -> None:
+    ids, size = special_ids_of(config), config.vocab_size
+    for field, value in vars(ids).items():
+        numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+        wrong = [number for number in numbers if size is not None and not 0 <= number < size]
+        if wrong:
+            raise CheckpointError(
+                f"the {field} id {wrong[0]} of {name!r} is outside its vocabulary of {size}; add "
+                "the checkpoint's own ids to "
+                "config.json (mask_token_id, eos_token_id, stop_token_ids, ...)."
+            )
+
+
 def _check_weights(folder: Path, cls: type[DiffusionModel], config: Any) -> None:
-    """Compares names and shapes in the files with what the config makes, before any weight is read."""
-    found = {_renamed(key): shape for key, shape in _shapes_in(folder).items()}
+    """Compares names and shapes in the files with the config's, before any weight is read."""
+    found = {renamed(key): shape for key, shape in _shapes_in(folder).items()}
     with torch.device("meta"):
         expected = {key: tuple(value.shape) for key, value in cls(config).state_dict().items()}
     if config.tie_word_embeddings:
@@ -164,7 +167,9 @@ def _check_weights(folder: Path, cls: type[DiffusionModel], config: Any) -> None
     lists = (("wrong shapes", wrong), ("missing", missing), ("unexpected", unexpected))
     problems = [f"{title}: {_listed(keys)}" for title, keys in lists if keys]
     if problems:
-        raise CheckpointError(f"the weights in {str(folder)!r} do not fit its config.json: {'; '.join(problems)}.")
+        raise CheckpointError(
+            f"the weights in {str(folder)!r} do not fit its config.json: {'; '.join(problems)}."
+        )
 
 
 def _listed(keys: Iterable[str]) -> str:
@@ -182,13 +187,18 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name in files:
         if not (folder / name).exists():
-            raise CheckpointError(f"{str(folder)!r} lacks {name}; download it again, or convert the weights to safetensors.")
+            raise CheckpointError(
+                f"{str(folder)!r} lacks {name}; download it again, or convert the weights to "
+                "safetensors."
+            )
         try:
             with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
                     shapes[key] = tuple(file.get_slice(key).get_shape())
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot read {str(folder / name)!r}: {error}. It may be cut off.") from error
+            raise CheckpointError(
+                f"cannot read {str(folder / name)!r}: {error}. It may be cut off."
+            ) from error
     return shapes
 
 
@@ -211,5 +221,5 @@ def load_processor(path: str | Path) -> VlmProcessor | None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise CheckpointError(f"cannot read the tokenizer of {name!r}: {error}") from error
-    config = models.get(raw.get("model_type", "missing")).config_class.from_pretrained(name)
+    config = _model_class(raw, name).config_class.from_pretrained(name)
     return VlmProcessor(tokenizer, config)

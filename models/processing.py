@@ -11,19 +11,19 @@ from PIL import Image
 from torch import Tensor
 
 from dlm_decode.canvas import IMAGE_TOKEN_ID
-from dlm_decode.errors import CheckpointError, InvalidInputError
-from dlm_decode.media import check_aspect
+from dlm_decode.errors import CheckpointError, InvalidInputError, MediaError
 from dlm_decode.models.anyres import grid_candidates, pad_to_square, pixels_of, tiles_of
 from dlm_decode.models.configuration import LlavaLLaDAConfig
 
 __all__ = ["IMAGE_TAG", "ModelInputs", "VlmProcessor", "join_chunks"]
 
 IMAGE_TAG = "<image>"
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 # Published prompts of LLaDA-V; a tokenizer with a chat template of its own takes precedence.
 _LLADA_V_SYSTEM = (
-    "You are a helpful language and vision assistant. You are able to understand the visual content that the user "
+    "You are a helpful language and vision assistant. You are able to understand the visual "
+    "content that the user "
     "provides, and assist the user with a variety of tasks using natural language."
 )
 
@@ -34,26 +34,30 @@ class ModelInputs:
 
     Attributes:
         input_ids: `(P0,)` ids with one placeholder per image or video.
-        pixel_values: pixels per image or video; `None` without any.
+        pixel_values: pixels per image or video, as one tensor with `stack_images`; `None` without
+            any.
         image_sizes: `(width, height)` of each original image.
         modalities: `"image"` or `"video"` each.
     """
 
     input_ids: Tensor
-    pixel_values: list[Tensor] | None
+    pixel_values: Tensor | list[Tensor] | None
     image_sizes: list[tuple[int, int]] | None
     modalities: list[str] | None
 
 
-def join_chunks(chunks: Sequence[Sequence[int]], bos_id: int | None, official_drop: bool) -> list[int]:
+def join_chunks(
+    chunks: Sequence[Sequence[int]], bos_id: int | None, official_drop: bool
+) -> list[int]:
     """Ids of a prompt whose text was split at the image tags, with a placeholder between chunks.
 
     Args:
         chunks: ids of each piece of text.
         bos_id: id that begins a prompt.
-        official_drop: as the official helper does, if the first chunk begins with `bos_id`, keep that id once and drop the
-            first id of every chunk. The rule is meant for tokenizers that begin every text with `bos_id`; LLaDA's does
-            not, so the first real token after each image is lost.
+        official_drop: as the official helper does, if the first chunk begins with `bos_id`, keep
+            that id once and drop the first id of every chunk. The rule is meant for tokenizers that
+            begin every text with `bos_id`; LLaDA's does not, so the first real token after each
+            image is lost.
     """
     drop = int(official_drop and bool(chunks[0]) and chunks[0][0] == bos_id)
     ids = [int(bos_id)] if drop and bos_id is not None else []
@@ -62,6 +66,33 @@ def join_chunks(chunks: Sequence[Sequence[int]], bos_id: int | None, official_dr
             ids.append(IMAGE_TOKEN_ID)
         ids += list(chunk)[drop:]
     return ids
+
+
+def _plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    plain = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise InvalidInputError(
+                f"a message must be a mapping with 'role' and 'content', got {message!r}."
+            )
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(_part_text(part) for part in content)
+        plain.append({"role": message["role"], "content": content})
+    if not plain:
+        raise InvalidInputError("messages is empty; pass at least one with role 'user'.")
+    return plain
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("image", "video"):
+        return IMAGE_TAG
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise InvalidInputError(
+        f"a content part must have type 'text', 'image' or 'video', got {part!r}."
+    )
 
 
 class VlmProcessor:
@@ -84,34 +115,49 @@ class VlmProcessor:
         videos: Sequence[Sequence[Image.Image]] = (),
         *,
         official_token_drop: bool = False,
+        stack_images: bool = False,
     ) -> ModelInputs:
         """Prepares one prompt.
 
-        Images come before videos in placeholder order. A question without `<image>` gets one tag per image and video in
-        front, joined by spaces and followed by a line break, as LLaDA-V was trained.
+        Images come before videos in placeholder order. A question without `<image>` gets one tag
+        per image and video in front, joined by spaces and followed by a line break, as LLaDA-V was
+        trained.
 
         Args:
-            prompt: the question, or messages with `role` and `content`.
+            prompt: the question, or messages with `role` and `content`; content is text, or a list
+                of parts such as `{"type": "text", "text": ...}` and `{"type": "image"}`.
             images: RGB.
             videos: frames of each video, RGB.
             official_token_drop: see `join_chunks`.
+            stack_images: several padded images become one tensor, as in the official evaluation.
+                Their newline vectors are lost by that.
 
         Raises:
-            InvalidInputError: a number of tags that is not the number of images and videos, or media for a text-only model.
-            MediaError: an image that cannot be fitted to the grid.
+            InvalidInputError: a number of tags that is not the number of images and videos,
+                malformed messages, or media for a text-only model.
+            MediaError: an image that cannot be padded, or a video without frames.
         """
         num_media = len(images) + len(videos)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
+        messages = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else _plain_messages(prompt)
+        )
         num_tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
         if num_media and not num_tags:
             tags = " ".join([IMAGE_TAG] * num_media) + "\n"
-            first = next(message for message in messages if message["role"] == "user")
+            first = next((message for message in messages if message["role"] == "user"), None)
+            if first is None:
+                raise InvalidInputError(
+                    "the messages hold no user message that images could belong to."
+                )
             first["content"] = tags + first["content"]
             num_tags = num_media
         if num_tags != num_media:
             raise InvalidInputError(
-                f"the prompt has {num_tags} {IMAGE_TAG} tags, and {len(images)} images and {len(videos)} videos were given; "
-                "give one for each tag, or leave the tags out."
+                f"the prompt has {num_tags} {IMAGE_TAG} tags, and {len(images)} images and "
+                f"{len(videos)} videos were "
+                "given; give one for each tag, or leave the tags out."
             )
         if num_media and not isinstance(self.config, LlavaLLaDAConfig):
             raise InvalidInputError("this is a text-only model and cannot read images or videos.")
@@ -119,23 +165,34 @@ class VlmProcessor:
         ids = join_chunks(chunks, self.tokenizer.bos_token_id, official_token_drop)
         pixels = [self.image_pixels(image, num_images=len(images)) for image in images]
         pixels += [self.video_pixels(frames) for frames in videos]
+        is_stack = (
+            stack_images
+            and len(pixels) > 1
+            and not videos
+            and all(part.dim() == 3 for part in pixels)
+        )
         return ModelInputs(
             input_ids=torch.tensor(ids, dtype=torch.long),
-            pixel_values=pixels or None,
-            image_sizes=[image.size for image in images] + [frames[0].size for frames in videos] if num_media else None,
+            pixel_values=torch.stack(pixels) if is_stack else pixels or None,
+            image_sizes=[image.size for image in images] + [frames[0].size for frames in videos]
+            if num_media
+            else None,
             modalities=["image"] * len(images) + ["video"] * len(videos) if num_media else None,
         )
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt as text, ready for the answer."""
         if getattr(self.tokenizer, "chat_template", None):
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
         messages = list(messages)
         if isinstance(self.config, LlavaLLaDAConfig) and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": _LLADA_V_SYSTEM}, *messages]
         text = "<|startoftext|>"
         for message in messages:
-            text += f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n{message['content'].strip()}<|eot_id|>"
+            header = f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
+            text += f"{header}{message['content'].strip()}<|eot_id|>"
         return text + "<|start_header_id|>assistant<|end_header_id|>\n\n"
 
     def encode(self, text: str) -> list[int]:
@@ -144,7 +201,9 @@ class VlmProcessor:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a response, without special tokens."""
-        return self.tokenizer.decode([token for token in ids if token >= 0], skip_special_tokens=True).strip()
+        return self.tokenizer.decode(
+            [token for token in ids if token >= 0], skip_special_tokens=True
+        ).strip()
 
     def token_text(self, token: int) -> str:
         """Text of a single id, special tokens included."""
@@ -160,20 +219,28 @@ class VlmProcessor:
     def image_pixels(self, image: Image.Image, num_images: int = 1) -> Tensor:
         """Pixels of one image: `(1 + tiles, 3, h, w)` in tiled mode, `(3, h, w)` in pad mode.
 
-        Several images in one prompt are padded instead of tiled, as the official evaluation does.
+        Several images in one prompt are padded instead of tiled, unless the config's
+        `multi_image_aspect_ratio` says otherwise.
         """
-        config, tile = self.config, self.config.vision.image_size
-        mode = config.image_aspect_ratio
-        if mode.startswith("anyres") and num_images == 1:
-            check_aspect(image)
-            candidates = grid_candidates(config.image_grid_pinpoints, tile)
-            return torch.stack([pixels_of(part, tile) for part in tiles_of(image, candidates, tile)])
-        if mode == "pad" or mode.startswith("anyres"):
+        config = self.config
+        tile, mode = config.vision.image_size, config.image_aspect_ratio
+        if num_images > 1:
+            mode = config.multi_image_aspect_ratio or mode
+        if mode == "pad":
             return pixels_of(pad_to_square(image), tile)
-        raise CheckpointError(f"image_aspect_ratio {mode!r} is unknown; use 'pad' or 'anyres_max_N'.")
+        if mode.startswith("anyres"):
+            candidates = grid_candidates(config.image_grid_pinpoints, tile)
+            return torch.stack(
+                [pixels_of(part, tile) for part in tiles_of(image, candidates, tile)]
+            )
+        raise CheckpointError(
+            f"image_aspect_ratio {mode!r} is unknown; use 'pad', 'anyres' or 'anyres_max_N'."
+        )
 
     def video_pixels(self, frames: Sequence[Image.Image]) -> Tensor:
         """`(F, 3, h, w)`; frames are squashed to the tile, as the official evaluation does."""
+        if not frames:
+            raise MediaError("a video has no frames.")
         tile = self.config.vision.image_size
         return torch.stack([pixels_of(frame, tile) for frame in frames])
 

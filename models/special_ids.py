@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dlm_decode.errors import CheckpointError
+
 __all__ = ["OFFICIAL", "SpecialIds", "special_ids_of"]
 
 
@@ -33,10 +35,11 @@ _LLADA = SpecialIds(mask=126336, bos=126080, eos=126081, pad=126081, stop=(12608
 
 OFFICIAL: dict[str, SpecialIds] = {
     "llada": _LLADA,
-    # The official LLaDA-V program forbids end-of-sequence, begin and both header ids; answers end with <|eot_id|>.
+    # The official LLaDA-V program forbids end-of-sequence, begin and both header ids; answers end
+    # with <|eot_id|>.
     "llava_llada": replace(_LLADA, stop=(126348,), suppress=(126081, 126080, 126346, 126347)),
 }
-"""By model type, as the published checkpoints use them. Their config files name few of these ids."""
+"""By model type, as the published checkpoints use them; their configs name few of these ids."""
 
 _FIELDS = {
     "mask": "mask_token_id",
@@ -51,16 +54,25 @@ _FIELDS = {
 def special_ids_of(config: Any) -> SpecialIds:
     """A model's special ids: those of its config, else the official ones of its model type.
 
-    A config that names its own mask id describes a vocabulary of its own, so nothing official is mixed into it. The
-    language-model config inside the published LLaDA-V names a `bos_token_id` that no prompt uses; without a mask id
-    beside it, it is not read.
+    A config that names its own mask id describes a vocabulary of its own, so nothing official is
+    mixed into it. The language-model config inside the published LLaDA-V names a `bos_token_id`
+    that no prompt uses; without a mask id beside it, it is not read.
+
+    Raises:
+        CheckpointError: no mask id in the config, and none known for the model type.
     """
     official = OFFICIAL.get(config.model_type)
     mask = getattr(config, "mask_token_id", None)
-    is_own = mask is not None and (official is None or mask != official.mask)
-    ids = SpecialIds(mask=mask) if is_own or official is None else official
-    if ids.mask is None:
-        raise ValueError(f"config of type {config.model_type!r} names no mask_token_id, and none is known for this type.")
+    is_own = official is None or mask not in (None, official.mask)
+    if mask is not None and is_own:
+        ids = SpecialIds(mask=mask)
+    elif official is not None:
+        ids = official
+    else:
+        raise CheckpointError(
+            f"config of type {config.model_type!r} names no mask_token_id, and none is known for "
+            "this type; add it."
+        )
     changes: dict[str, Any] = {}
     for field, name in _FIELDS.items():
         value = getattr(config, name, None)

@@ -1,9 +1,10 @@
 """From tower features to the sequence of visual tokens that the language model reads.
 
-Every function takes projected features with D channels and returns `(tokens (V, D), sections)`, where a section is
-`(start, rows, columns, has_newline)` as in `VisualSpan`.
+Every function takes projected features with D channels and returns `(tokens (V, D), sections)`,
+where a section is `(start, rows, columns, has_newline)` as in `VisualSpan`.
 
-Source: LLaDA-V's published layout (`spatial_unpad` with `anyres_max_N`, video newline modes), as in LLaVA-NeXT.
+Source: LLaDA-V's published layout (`spatial_unpad` with `anyres_max_N`, video newline modes), as in
+    LLaVA-NeXT.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from torch.nn import functional
 from dlm_decode.errors import CheckpointError, InvalidInputError
 from dlm_decode.models.anyres import unpadded_box
 
-__all__ = ["NEWLINE_POSITIONS", "Sections", "anyres_tokens", "flat_tokens", "pool_frames", "single_tokens", "video_tokens"]
+__all__ = [
+    "NEWLINE_POSITIONS",
+    "Sections",
+    "anyres_tokens",
+    "flat_tokens",
+    "pool_frames",
+    "single_tokens",
+    "video_tokens",
+]
 
 Sections = tuple[tuple[int, int, int, bool], ...]
 NEWLINE_POSITIONS = ("grid", "frame", "one_token", "no_token")
@@ -36,13 +45,21 @@ def flat_tokens(features: Tensor) -> tuple[Tensor, Sections]:
     """Tiles `(tiles, N, D)` one after the other."""
     num_tiles, num_patches, _ = features.shape
     side = math.isqrt(num_patches)
-    return features.flatten(0, 1), tuple((tile * num_patches, side, side, False) for tile in range(num_tiles))
+    return features.flatten(0, 1), tuple(
+        (tile * num_patches, side, side, False) for tile in range(num_tiles)
+    )
 
 
 def anyres_tokens(
-    features: Tensor, newline: Tensor, grid: tuple[int, int], size: tuple[int, int], max_tiles: int | None
+    features: Tensor,
+    newline: Tensor,
+    grid: tuple[int, int],
+    size: tuple[int, int],
+    max_tiles: int | None,
 ) -> tuple[Tensor, Sections]:
-    """The base tile, then the stitched, unpadded and (above the limit) shrunk grid, each of its rows ended by a newline.
+    """The base tile, then the grid, a newline after each of its rows.
+
+    The grid is stitched from its tiles, cropped to the image and, above the limit, shrunk.
 
     Args:
         features: `(1 + tiles, N, D)`, the base tile first.
@@ -57,13 +74,19 @@ def anyres_tokens(
     across, down = grid
     if features.shape[0] != 1 + across * down:
         raise InvalidInputError(
-            f"an image of {size[0]} x {size[1]} makes a {across} x {down} grid, {1 + across * down} tiles with the base, got "
-            f"{features.shape[0]} tiles; image_sizes and pixel_values do not belong together."
+            f"an image of {size[0]} x {size[1]} makes a {across} x {down} grid, "
+            f"{1 + across * down} tiles with the base, "
+            f"got {features.shape[0]} tiles; image_sizes and pixel_values do not belong together."
         )
     side = math.isqrt(features.shape[1])
     base = features[0]
     stitched = rearrange(
-        features[1:], "(down across) (h w) d -> d (down h) (across w)", down=down, across=across, h=side, w=side
+        features[1:],
+        "(down across) (h w) d -> d (down h) (across w)",
+        down=down,
+        across=across,
+        h=side,
+        w=side,
     )
     rows, columns = unpadded_box(stitched.shape[1], stitched.shape[2], size)
     stitched = stitched[:, rows, columns]
@@ -74,7 +97,9 @@ def anyres_tokens(
             target = (int(height // excess), int(width // excess))
             stitched = functional.interpolate(stitched[None], target, mode="bilinear")[0]
             height, width = target
-    lines = torch.cat([stitched, newline[:, None, None].expand(-1, height, 1).to(stitched.dtype)], dim=2)
+    lines = torch.cat(
+        [stitched, newline[:, None, None].expand(-1, height, 1).to(stitched.dtype)], dim=2
+    )
     tokens = torch.cat([base, rearrange(lines, "d h w -> (h w) d")])
     return tokens, ((0, side, side, False), (base.shape[0], height, width, True))
 
@@ -99,7 +124,9 @@ def pool_frames(features: Tensor, mode: str) -> Tensor:
     elif mode == "max":
         pooled = functional.max_pool2d(maps, 2)
     else:
-        raise CheckpointError(f"mm_spatial_pool_mode {mode!r} is unknown; use bilinear, average or max.")
+        raise CheckpointError(
+            f"mm_spatial_pool_mode {mode!r} is unknown; use bilinear, average or max."
+        )
     return rearrange(pooled, "f d h w -> f h w d")
 
 
@@ -109,8 +136,8 @@ def video_tokens(frames: Tensor, newline: Tensor, position: str) -> tuple[Tensor
     Args:
         frames: from `pool_frames`.
         newline: `(D,)`.
-        position: `"grid"`: a newline after every row; `"frame"`: after every frame; `"one_token"`: one at the end;
-            `"no_token"`: none.
+        position: `"grid"`: a newline after every row; `"frame"`: after every frame; `"one_token"`:
+            one at the end; `"no_token"`: none.
 
     Raises:
         CheckpointError: another position.
@@ -122,7 +149,9 @@ def video_tokens(frames: Tensor, newline: Tensor, position: str) -> tuple[Tensor
         tokens = torch.cat([frames, lines], dim=2).flatten(0, 2)
         per_frame = height * (width + 1)
     elif position == "frame":
-        tokens = torch.cat([frames.flatten(1, 2), newline.expand(num_frames, 1, channels)], dim=1).flatten(0, 1)
+        tokens = torch.cat(
+            [frames.flatten(1, 2), newline.expand(num_frames, 1, channels)], dim=1
+        ).flatten(0, 1)
         per_frame = height * width + 1
     elif position in ("one_token", "no_token"):
         tokens = frames.flatten(0, 2)
@@ -130,6 +159,11 @@ def video_tokens(frames: Tensor, newline: Tensor, position: str) -> tuple[Tensor
         if position == "one_token":
             tokens = torch.cat([tokens, newline[None]])
     else:
-        raise CheckpointError(f"mm_newline_position {position!r} is unknown; use one of {', '.join(NEWLINE_POSITIONS)}.")
-    sections = tuple((frame * per_frame, height, width, position == "grid") for frame in range(num_frames))
+        raise CheckpointError(
+            f"mm_newline_position {position!r} is unknown; use one of "
+            f"{', '.join(NEWLINE_POSITIONS)}."
+        )
+    sections = tuple(
+        (frame * per_frame, height, width, position == "grid") for frame in range(num_frames)
+    )
     return tokens, sections

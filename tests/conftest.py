@@ -47,6 +47,8 @@ def checkpoint(tmp_path_factory):
         pad_token_id=ids["<|endoftext|>"],
         bos_token_id=ids["<|startoftext|>"],
         stop_token_ids=[ids["<|endoftext|>"]],
+        mm_projector_type="mlp2x_gelu",
+        mm_patch_merge_type="spatial_unpad",
         mm_newline_position="grid",
         image_aspect_ratio="anyres_max_4",
         image_grid_pinpoints="(1x1),...,(3x3)",

@@ -13,9 +13,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from dlm_decode.models.configuration import LLaDAConfig, LlavaLLaDAConfig
+from dlm_decode.models.key_names import renamed
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.models.llava_llada import LlavaLLaDAModelLM
-from dlm_decode.models.loading import _renamed
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -25,7 +25,7 @@ def read_json(*parts: str) -> Any:
 
 
 def _fill(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    model.load_state_dict({_renamed(key): value for key, value in state.items()}, strict=True)
+    model.load_state_dict({renamed(key): value for key, value in state.items()}, strict=True)
     model.eval()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -195,38 +196,82 @@ def test_video_tokens_at_real_size(position, count):
     assert [section[0] for section in sections] == [0, count, 2 * count]
 
 
-def test_parameter_counts_of_the_published_model():
+def published_layout() -> dict[str, tuple[int, ...]]:
+    """Key names and shapes of the published LLaDA-V checkpoint."""
+    width, inner, seen, tower = 4096, 12288, 1152, 4304
+    keys = {
+        "model.embed_tokens.weight": (126464, width),
+        "lm_head.weight": (126464, width),
+        "model.norm.weight": (width,),
+        "model.image_newline": (width,),
+        "model.mm_projector.0.weight": (width, seen),
+        "model.mm_projector.0.bias": (width,),
+        "model.mm_projector.2.weight": (width, width),
+        "model.mm_projector.2.bias": (width,),
+    }
+    for layer in range(32):
+        prefix = f"model.layers.{layer}."
+        keys |= {f"{prefix}self_attn.{name}_proj.weight": (width, width) for name in "qkvo"}
+        keys |= {f"{prefix}mlp.{name}_proj.weight": (inner, width) for name in ("gate", "up")}
+        keys[f"{prefix}mlp.down_proj.weight"] = (width, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            keys[f"{prefix}{norm}.weight"] = (width,)
+    prefix = "model.vision_tower.vision_tower.vision_model."
+    keys |= {
+        f"{prefix}embeddings.patch_embedding.weight": (seen, 3, 14, 14),
+        f"{prefix}embeddings.patch_embedding.bias": (seen,),
+        f"{prefix}embeddings.position_embedding.weight": (729, seen),
+        f"{prefix}post_layernorm.weight": (seen,),
+        f"{prefix}post_layernorm.bias": (seen,),
+    }
+    shapes = {"self_attn.q_proj": (seen, seen), "mlp.fc1": (tower, seen), "mlp.fc2": (seen, tower)}
+    for name in ("k_proj", "v_proj", "out_proj"):
+        shapes[f"self_attn.{name}"] = (seen, seen)
+    for layer in range(26):
+        for name, shape in shapes.items():
+            keys[f"{prefix}encoder.layers.{layer}.{name}.weight"] = shape
+            keys[f"{prefix}encoder.layers.{layer}.{name}.bias"] = shape[:1]
+        for norm in ("layer_norm1", "layer_norm2"):
+            for part in ("weight", "bias"):
+                keys[f"{prefix}encoder.layers.{layer}.{norm}.{part}"] = (seen,)
+    return keys
+
+
+def test_published_layout_and_parameter_counts():
     config = LlavaLLaDAConfig(
         vocab_size=126464,
         hidden_size=4096,
         intermediate_size=12288,
         num_hidden_layers=32,
         num_attention_heads=32,
+        num_key_value_heads=32,
         rms_norm_eps=1e-5,
         rope_theta=500000.0,
+        rope_scaling=None,
         max_position_embeddings=16384,
         mm_vision_tower="google/siglip2-so400m-patch14-384",
+        mm_projector_type="mlp2x_gelu",
+        mm_patch_merge_type="spatial_unpad",
+        image_aspect_ratio="anyres_max_4",
     )
     with torch.device("meta"):
         model = LlavaLLaDAModelLM(config)
     state = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-
-    def total(choose):
-        return sum(torch.Size(shape).numel() for key, shape in state.items() if choose(key))
-
-    assert total(lambda key: "vision_tower" in key) == 397_747_744
-    assert total(lambda key: "mm_projector" in key) == 21_504_000
-    assert total(lambda key: "image_newline" in key) == 4_096
-    language = 8_015_581_184
-    assert (
-        total(lambda key: not any(part in key for part in ("vision", "projector", "newline")))
-        == language
-    )
-    layers = {key.split(".")[2] for key in state if key.startswith("model.layers.")}
-    tower = {key.split(".")[6] for key in state if "vision_model.encoder.layers" in key}
-    assert (len(layers), len(tower)) == (32, 26)
-    assert not any("head." in key and "vision" in key for key in state)
-    assert model.geometry.vision.tokens_per_tile == 729
+    assert state == published_layout()
+    sizes = {"vision_tower": 0, "mm_projector": 0, "image_newline": 0, "language": 0}
+    for key, shape in state.items():
+        part = next((name for name in sizes if name in key), "language")
+        sizes[part] += math.prod(shape)
+    assert sizes == {
+        "vision_tower": 397_747_744,
+        "mm_projector": 21_504_000,
+        "image_newline": 4_096,
+        "language": 8_015_581_184,
+    }
+    geometry = model.geometry
+    assert (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim) == (32, 32, 128)
+    assert (geometry.vision.tokens_per_tile, geometry.vision.num_layers) == (729, 26)
+    assert (model.special_ids.mask, model.special_ids.stop) == (126336, (126348,))
 
 
 def test_mismatched_media_are_named(model):
@@ -241,12 +286,63 @@ def test_mismatched_media_are_named(model):
         model.encode_prompt(ids[[0, 1, 3]], [torch.zeros(2, 3, 56, 56)])
     with pytest.raises(InvalidInputError, match="do not belong together"):
         model.encode_prompt(ids[[0, 1, 3]], [torch.zeros(2, 3, 56, 56)], [(300, 240)])
+    with pytest.raises(InvalidInputError, match="floats in"):
+        model.encode_prompt(ids[[0, 1, 3]], [pixels.to(torch.uint8)])
+    with pytest.raises(InvalidInputError, match="different sizes"):
+        model.encode_prompt(ids, [pixels, torch.zeros(3, 28, 28)])
+    with pytest.raises(InvalidInputError, match="must hold tensors"):
+        model.encode_prompt(ids, [pixels, pixels[0]])
+    with pytest.raises(InvalidInputError, match="'audio' is unknown"):
+        model.encode_prompt(ids[[0, 1, 3]], [pixels], modalities=["audio"])
+    with pytest.raises(InvalidInputError, match="image_sizes has 2 entries for 1"):
+        model.encode_prompt(ids[[0, 1, 3]], [pixels], [(5, 5), (5, 5)])
     with pytest.raises(InvalidInputError, match="outside the vocabulary of 512"):
         model.encode_prompt(torch.tensor([1, 512]))
 
 
+def test_containers_of_pixels(model):
+    """One 4-D tensor has no newline vectors, a list has; a lone video may come as a tensor."""
+    pixels = torch.rand(3, 3, 56, 56) - 0.5
+    ids = torch.tensor([1, *[IMAGE_TOKEN_ID] * 3, 2])
+    model.config.mm_patch_merge_type, model.config.mm_newline_position = "spatial_unpad", "grid"
+    with torch.no_grad():
+        assert model.encode_prompt(ids, pixels).num_visual == 3 * 16
+        assert model.encode_prompt(ids, list(pixels)).num_visual == 3 * 17
+        as_list = model.encode_prompt(ids[[0, 1, 4]], [pixels], modalities=["video"])
+        as_tensor = model.encode_prompt(ids[[0, 1, 4]], pixels, modalities=["video"])
+        assert as_list.num_visual == 3 * 2 * 3 and as_list.spans[0].frames == 3
+        assert torch.equal(as_list.embeds, as_tensor.embeds)
+        model.config.mm_patch_merge_type = "flat"
+        assert model.encode_prompt(ids, list(pixels)).num_visual == 3 * 16
+        flat = model.encode_prompt(ids[[0, 1, 4]], [pixels], [(90, 50)])
+        assert flat.num_visual == 3 * 16 and len(flat.spans[0].sections) == 3
+        model.config.mm_patch_merge_type = "spatial_unpad"
+
+
+@pytest.mark.parametrize("size", [(1, 1), (10000, 1), (1, 10000), (3, 700)])
+def test_extreme_sizes(model, size):
+    """Thin images keep at least the middle of their feature map."""
+    model.config.image_aspect_ratio = "anyres_max_4"
+    pixels = VlmProcessor(None, model.config).image_pixels(Image.new("RGB", size))
+    with torch.no_grad():
+        prompt = model.encode_prompt(torch.tensor([1, IMAGE_TOKEN_ID]), [pixels], [size])
+    (_, side, _, _), (_, rows, columns, has_newline) = prompt.spans[0].sections
+    assert rows >= 1 and columns >= 1 and has_newline
+    assert prompt.num_visual == side**2 + rows * (columns + 1)
+
+
 def test_config_must_say_its_sizes():
-    with pytest.raises(CheckpointError, match="lacks .*hidden_size"):
+    with pytest.raises(CheckpointError, match=r"lacks .*hidden_size"):
         LlavaLLaDAModelLM(LlavaLLaDAConfig(vocab_size=10))
     with pytest.raises(CheckpointError, match="is not a SigLIP"):
         _ = LlavaLLaDAConfig(mm_vision_tower="clip").vision
+    for changes, message in (
+        ({"mm_projector_type": "linear"}, "mm_projector_type 'linear'"),
+        ({"mm_patch_merge_type": "spatial"}, "mm_patch_merge_type 'spatial'"),
+        ({"image_aspect_ratio": "square"}, "image_aspect_ratio 'square'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"num_key_value_heads": 3}, "do not divide each other"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            LlavaLLaDAModelLM(tiny56_config(**changes))
