@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dlm_decode.canvas import Canvas, Prompt
 from dlm_decode.confidence import Proposal, propose
-from dlm_decode.cost import CostMeter
+from dlm_decode.cost import CostMeter, forward_flops
 from dlm_decode.settings import Settings
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class Predictor:
         meter: charged for every forward.
         suffix_ids: `(F,)` ids that follow the canvas in every row.
         suppressed_ids: ids that are never proposed.
+        baseline_flops: per row, decoder FLOPs of the baseline sampler with the same settings and no
+            stage; what a cost budget is a share of.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Predictor:
         meter: CostMeter,
         suffix_ids: Tensor | None = None,
         suppressed_ids: Sequence[int] = (),
+        baseline_flops: Sequence[int] | None = None,
     ) -> None:
         self.model = model
         self.canvas = canvas
@@ -133,6 +136,7 @@ class Predictor:
         mask_id = torch.tensor([model.special_ids.mask], device=self.device)
         self._mask_embed = model.embed(mask_id)[0]
         self._layouts: dict[View, _Layout] = {}
+        self.baseline_flops = baseline_flops
         self._noise_dtype = torch.float32 if self.device.type == "mps" else torch.float64
 
     @property
@@ -154,7 +158,12 @@ class Predictor:
 
     @torch.no_grad()
     def __call__(
-        self, view: View, positions: Tensor, statistics: Collection[str] = ()
+        self,
+        view: View,
+        positions: Tensor,
+        statistics: Collection[str] = (),
+        *,
+        is_charged: bool = True,
     ) -> Prediction:
         """One forward over the rows that ask for something; other rows take no part and cost
         nothing.
@@ -163,6 +172,8 @@ class Predictor:
             view: what the forward sees.
             positions: `(B, C)` bool, canvas columns where a proposal is wanted.
             statistics: any of `"margin"` and `"entropy"`.
+            is_charged: `False` keeps the forward out of the cost, for measurements that a method
+                would not run.
 
         Returns:
             Prediction.
@@ -175,7 +186,7 @@ class Predictor:
         prediction = self._empty(statistics)
         if not rows:
             return prediction
-        hidden, cond_rows = self._forward(view, rows, counts)
+        hidden, cond_rows = self._forward(view, rows, counts, is_charged)
         index_of_row = {row: index for index, row in enumerate(rows)}
         local = torch.tensor(
             [index_of_row[row] for row in asked[:, 0].tolist()], device=self.device
@@ -193,6 +204,23 @@ class Predictor:
         for name in ("tokens", "top_tokens", "log_prob", *statistics):
             getattr(prediction, name).index_put_(keys, getattr(proposal, name))
         return prediction
+
+    def charge(self, view: View, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Books a whole-sequence forward of some rows, with `counts` positions given to the head."""
+        lengths = self.sequence_lengths(view)
+        queries = [lengths[row] for row in rows]
+        self.meter.charge(view.name, "full", rows, queries, queries, counts)
+        if self.settings.cfg_scale > 0:
+            self.meter.charge("UNCONDITIONAL", "full", rows, queries, queries, counts)
+
+    def forward_cost(self, view: View) -> Tensor:
+        """`(B,)` float64 decoder FLOPs of one whole-sequence forward of each row under `view`."""
+        passes = 2 if self.settings.cfg_scale > 0 else 1
+        flops = [
+            passes * forward_flops(self.model.geometry, length, length)
+            for length in self.sequence_lengths(view)
+        ]
+        return torch.tensor(flops, dtype=torch.float64, device=self.device)
 
     def uniform(self, positions: Tensor) -> Tensor:
         """`(B, C)` float32 random numbers in [0, 1) at the asked positions, from each row's own
@@ -230,7 +258,9 @@ class Predictor:
             self._layouts[view] = _pad_left(prompts)
         return self._layouts[view]
 
-    def _forward(self, view: View, rows: list[int], counts: list[int]) -> tuple[Tensor, int]:
+    def _forward(
+        self, view: View, rows: list[int], counts: list[int], is_charged: bool
+    ) -> tuple[Tensor, int]:
         """Hidden states `(R, S, D)` of the asked rows, the unconditional rows behind them; and R
         without those.
         """
@@ -251,15 +281,14 @@ class Predictor:
             is_real = layout.is_real[index, start:]
             key_mask = torch.cat([is_real, is_real.new_ones(num_rows, tail)], dim=1)
 
-        queries = [length + tail for length in lengths]
-        self.meter.calls += 1
-        self.meter.charge(view.name, "full", rows, queries, queries, counts)
+        if is_charged:
+            self.meter.calls += 1
+            self.charge(view, rows, counts)
         if self.settings.cfg_scale > 0:
             masked = torch.cat([self._mask_embed.expand_as(prompt), canvas, *suffix], dim=1)
             masked[:, prompt.shape[1] : prompt.shape[1] + self.canvas.lead] = self._mask_embed
             embeds, positions = torch.cat([embeds, masked]), torch.cat([positions, positions])
             key_mask = None if key_mask is None else torch.cat([key_mask, key_mask])
-            self.meter.charge("UNCONDITIONAL", "full", rows, queries, queries, counts)
         return self.model.hidden_states(embeds, positions, key_mask), num_rows
 
     def _canvas_embeds(self, rows: Tensor) -> Tensor:

@@ -293,6 +293,7 @@ class DiffusionVlm:
             meter=meter,
             suffix_ids=None if suffix_ids is None else torch.tensor(suffix_ids),
             suppressed_ids=self._suppressed(suppress_token_ids),
+            baseline_flops=[flops for flops, _ in baseline],
         )
         trajectory = Trajectory(
             run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts),

@@ -43,12 +43,18 @@ class StepContext:
     predictor: Predictor
 
     def predict(
-        self, view: View, positions: Tensor, statistics: Collection[str] = ()
+        self,
+        view: View,
+        positions: Tensor,
+        statistics: Collection[str] = (),
+        *,
+        is_charged: bool = True,
     ) -> Prediction:
-        """Tokens and confidences at `(B, C)` bool `positions`; costs one forward over the rows that
-        ask.
+        """Tokens and confidences at `(B, C)` bool `positions`, see `Predictor`.
+
+        It costs one forward over the rows that ask; `is_charged=False` is for measurements.
         """
-        return self.predictor(view, positions, statistics)
+        return self.predictor(view, positions, statistics, is_charged=is_charged)
 
     def uniform(self, positions: Tensor) -> Tensor:
         """`(B, C)` random numbers in [0, 1) at `positions`, from each row's own generator."""

@@ -19,7 +19,7 @@ from dlm_decode.samplers.base import Step, StepContext
 __all__ = ["Anchor", "Lown", "blocked_by_guard", "certified_prefix"]
 
 Guard = Literal["scan", "adjacent"]
-Access = Literal["certificate", "always", "every", "random"]
+Access = Literal["certificate", "always", "every", "random", "oracle"]
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Anchor:
         step: `(B,)` step at which that forward ran; -1 before the first.
         taken: `(B,)` steps that each row has taken.
         scheduled: `(B, steps)` bool, FULL steps drawn in advance for `access="random"`.
+        remaining: `(B,)` float64 FLOPs that the budget still allows; `None` without a budget.
     """
 
     tokens: Tensor
@@ -42,6 +43,7 @@ class Anchor:
     step: Tensor
     taken: Tensor
     scheduled: Tensor | None = None
+    remaining: Tensor | None = None
 
 
 def blocked_by_guard(
@@ -138,17 +140,27 @@ class Lown:
         access: who decides that FULL runs. `"certificate"` is the paper's rule; ablations:
             `"always"`, `"every"` (each `every`-th step of the row), `"random"` (`full_share` of the
             schedule's steps, drawn from the row's seed). In the last two, a step without FULL
-            commits the certified prefix, topped up to the quota by anchor confidence.
+            commits the certified prefix, topped up to the quota by anchor confidence. `"oracle"`
+            looks at both views without being charged, and runs (and pays) FULL exactly where it
+            would commit another token than such a step does: a bound for schedules, no method.
         accept: on steps without FULL, `"prefix"` commits the whole certified prefix, `"k"` exactly
             the quota.
         order: on FULL steps, `"disagreement"` commits first where the views disagree,
             `"confidence"` does not.
         every: period for `access="every"`.
         full_share: share of FULL steps for `access="random"`, the first step included.
+        budget: the most that a response may cost, relative to the decoder FLOPs of the baseline
+            sampler with the same settings, in (0, 1]; `None` is the paper's rule. The bound holds
+            for every row: no forward starts that would exceed it. While the budget is ample the
+            paper's rule decides. When it runs short, FULL is kept for the steps whose certificates
+            fail by disagreement rather than by the guard, and the others commit the certified prefix,
+            topped up to the quota with anchor tokens; when not even TEXT_ONLY is affordable, anchor
+            tokens are committed without a forward. Only with `access="certificate"`.
 
     Raises:
         UnknownNameError: an unknown value of a named option.
-        InvalidInputError: a period below 1 or a share outside (0, 1].
+        InvalidInputError: a period below 1, a share or budget outside (0, 1], a budget with another
+            access, or (when decoding starts) a budget that cannot pay the first FULL forward.
 
     Source: LOWN (arXiv 2610.36671).
     """
@@ -161,6 +173,7 @@ class Lown:
     order: Literal["disagreement", "confidence"] = "disagreement"
     every: int = 4
     full_share: float = 0.25
+    budget: float | None = None
 
     def __post_init__(self) -> None:
         if self.guard == "none":
@@ -182,6 +195,13 @@ class Lown:
                 f"full_share must be above 0 and at most 1, got {self.full_share}."
             )
 
+        if self.budget is not None and not 0 < self.budget <= 1:
+            raise InvalidInputError(f"budget must be above 0 and at most 1, got {self.budget}.")
+        if self.budget is not None and self.access != "certificate":
+            raise InvalidInputError(
+                f"budget needs access='certificate', got {self.access!r}; drop one of them."
+            )
+
     @property
     def _text_view(self) -> View:
         return TEXT_ONLY if self.positions == "packed" else TEXT_ONLY_ORIGINAL
@@ -197,7 +217,24 @@ class Lown:
             step=zeros - 1,
             taken=zeros,
             scheduled=self._draw_schedule(context) if self.access == "random" else None,
+            remaining=None if self.budget is None else self._allowance(context, self.budget),
         )
+
+    @staticmethod
+    def _allowance(context: Predictor, budget: float) -> Tensor:
+        """`(B,)` FLOPs that each row may spend, checked to pay at least one FULL forward."""
+        if context.baseline_flops is None:
+            raise AssertionError("a budget needs the baseline's cost")
+        full = context.forward_cost(FULL)
+        baseline = torch.tensor(context.baseline_flops, dtype=torch.float64, device=full.device)
+        allowance = budget * baseline
+        least = float((full / baseline.clamp_min(1)).max())
+        if bool((allowance < full).any()):
+            raise InvalidInputError(
+                f"budget {budget} is below the cost of one FULL forward ({least:.4f} of the "
+                f"baseline's {context.settings.steps} steps); use a larger budget or more steps."
+            )
+        return allowance
 
     def _draw_schedule(self, context: Predictor) -> Tensor:
         """`(B, steps)` bool with exactly `round(full_share * steps)` FULL steps per row, the first
@@ -215,11 +252,12 @@ class Lown:
     def step(self, context: StepContext, state: Anchor) -> Step:
         """One routed step; see the class."""
         eligible, active = context.eligible, context.eligible.any(dim=1)
-        has_visual = context.predictor.has_visual
-        may_skip = active & has_visual & (state.step >= 0)
+        may_skip = active & context.predictor.has_visual & (state.step >= 0)
         forced_full, forced_text = self._access(state)
-        needs_text = may_skip & ~(forced_full & (self.order == "confidence"))
-        text = context.predict(self._text_view, eligible & needs_text[:, None])
+        asks_text = may_skip & ~(forced_full & (self.order == "confidence"))
+        asks_text = asks_text & self._affords(state, context, self._text_view)
+        text = context.predict(self._text_view, eligible & asks_text[:, None])
+        self._pay(state, context, self._text_view, asks_text)
 
         rank = rank_descending(state.log_prob, eligible, context.held_back(state.tokens))
         agrees = text.top_tokens == state.top_tokens
@@ -227,20 +265,27 @@ class Lown:
         blocked = blocked_by_guard(
             state.tokens, rank, eligible, context.tokens, ~context.is_open, self.guard, exempt
         )
-        prefix = certified_prefix(rank, agrees, blocked, eligible) & needs_text[:, None]
+        prefix = certified_prefix(rank, agrees, blocked, eligible) & asks_text[:, None]
         quota = torch.minimum(context.quota, eligible.sum(dim=1))
+        first_k = eligible & (rank < quota[:, None])
         is_certified = prefix.sum(dim=1) >= quota
+        if self.budget is not None:
+            disagreement = (first_k & ~agrees).any(dim=1) & asks_text
+            forced_text = may_skip & ~self._may_look(state, context, quota, disagreement)
+        topped_up = prefix | first_k
         by_text = may_skip & ~forced_full & (is_certified | forced_text)
+        open_now = context.is_open & self._before_stop(context)
+        if self.access == "oracle":
+            peek = context.predict(FULL, open_now & may_skip[:, None], is_charged=False)
+            is_changed = (topped_up & (peek.top_tokens != state.top_tokens)).any(dim=1)
+            forced_text = by_text = may_skip & ~is_changed
         by_full = active & ~by_text
 
-        first_k = eligible & (rank < quota[:, None])
-        from_text = (prefix if self.accept == "prefix" else prefix & first_k) | (
-            first_k & forced_text[:, None]
-        )
-        full = context.predict(
-            FULL, context.is_open & self._before_stop(context) & by_full[:, None]
-        )
-        disagrees = (full.top_tokens != text.top_tokens) & needs_text[:, None]
+        from_text = prefix if self.accept == "prefix" else prefix & first_k
+        from_text = from_text | (first_k & forced_text[:, None])
+        full = context.predict(FULL, open_now & by_full[:, None])
+        self._pay(state, context, FULL, by_full)
+        disagrees = (full.top_tokens != text.top_tokens) & asks_text[:, None]
         from_full = self._from_full(context, full, disagrees, quota)
         self._refresh(state, full, by_full, context)
 
@@ -258,17 +303,45 @@ class Lown:
             },
             confidence=torch.where(is_full, full.log_prob, state.log_prob).exp(),
             info={
-                "has_visual": has_visual,
+                "has_visual": context.predictor.has_visual,
                 "certified": prefix.sum(dim=1),
-                "guard_stop": self._guard_ended(rank, agrees, blocked, eligible) & needs_text,
+                "guard_stop": self._guard_ended(rank, agrees, blocked, eligible) & asks_text,
                 "anchor_age": torch.where(by_full, 0, context.step - state.step),
             },
         )
 
+    @staticmethod
+    def _affords(state: Anchor, context: StepContext, view: View) -> Tensor:
+        """`(B,)` bool, rows whose budget pays one forward of `view`."""
+        if state.remaining is None:
+            return torch.ones_like(state.step, dtype=torch.bool)
+        return state.remaining >= context.predictor.forward_cost(view)
+
+    @staticmethod
+    def _pay(state: Anchor, context: StepContext, view: View, rows: Tensor) -> None:
+        if state.remaining is not None:
+            state.remaining = state.remaining - context.predictor.forward_cost(view) * rows
+
+    def _may_look(
+        self, state: Anchor, context: StepContext, quota: Tensor, disagreement: Tensor
+    ) -> Tensor:
+        """`(B,)` bool, rows that may spend a FULL forward in this step.
+
+        A row looks if it can pay, and either the views disagree on a token that it must commit, or
+        what is left (TEXT_ONLY of the steps to come set aside) would pay FULL in each of them.
+        """
+        if state.remaining is None:
+            raise AssertionError("only asked with a budget")
+        full, text = (context.predictor.forward_cost(view) for view in (FULL, self._text_view))
+        num_open = (context.is_open & self._before_stop(context)).sum(dim=1)
+        steps_left = torch.ceil(num_open / quota.clamp_min(1))
+        is_ample = state.remaining >= steps_left * (full + text) - text
+        return (state.remaining >= full) & (disagreement | is_ample)
+
     def _access(self, state: Anchor) -> tuple[Tensor, Tensor]:
         """`(B,)` bools: rows that must run FULL in this step, and rows that must not."""
         never = torch.zeros_like(state.step, dtype=torch.bool)
-        if self.access == "certificate":
+        if self.access in ("certificate", "oracle"):
             return never, never
         if self.access == "always":
             return ~never, never

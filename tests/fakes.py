@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt, VisualSpan
-from dlm_decode.cost import CostMeter, Geometry
+from dlm_decode.cost import CostMeter, Geometry, forward_flops
 from dlm_decode.decode import decode
 from dlm_decode.predictor import Predictor
 from dlm_decode.record import StepRecord
@@ -74,6 +74,7 @@ class Run:
     records: list[StepRecord]
     canvas: Canvas
     meter: CostMeter
+    baseline_flops: list[int]
 
 
 def run(
@@ -96,6 +97,11 @@ def run(
     canvas = Canvas.create(tokens, tokens == MASK)
     prompts = [_prompt(length, num_visual) for length in prompt_lengths]
     meter = CostMeter(model.geometry, num_rows)
+    baseline_flops = []
+    for row, length in enumerate(prompt_lengths):
+        total = length + settings.gen_length
+        steps = settings.schedule.num_steps((tokens[row] == MASK).tolist())
+        baseline_flops.append(steps * forward_flops(model.geometry, total, total))
     seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
     predictor = Predictor(
         model,
@@ -105,10 +111,11 @@ def run(
         generators=[torch.Generator().manual_seed(seed) for seed in seeds],
         meter=meter,
         suppressed_ids=suppressed,
+        baseline_flops=baseline_flops,
     )
     records: list[StepRecord] = []
     decode(predictor, make(sampler), settings, stops=stops or [], last=last, on_step=records.append)
-    return Run(canvas.tokens, canvas.is_open, records, canvas, meter)
+    return Run(canvas.tokens, canvas.is_open, records, canvas, meter, baseline_flops)
 
 
 def _prompt(length: int, num_visual: int) -> Prompt:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from fakes import EOS, MASK, VOCABULARY, FakeModel, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dlm_decode.canvas import IMAGE_TOKEN_ID
 from dlm_decode.errors import InvalidInputError
@@ -93,9 +95,9 @@ def ladder_table(tokens, scale=1.0):
     return table
 
 
-def decode(full_tokens, text_tokens, settings, sampler, num_rows=1, **options):
+def decode(full_tokens, text_tokens, schedule, sampler, num_rows=1, **options):
     model = two_view_model(ladder_table(full_tokens), ladder_table(text_tokens), 5, 3)
-    return run(model, [5] * num_rows, settings, sampler=sampler, num_visual=3, **options)
+    return run(model, [5] * num_rows, schedule, sampler=sampler, num_visual=3, **options)
 
 
 def test_text_that_always_agrees_needs_one_full_forward():
@@ -218,3 +220,55 @@ def test_rows_route_on_their_own():
 def test_bad_options(options):
     with pytest.raises(InvalidInputError):
         Lown(**options)
+
+
+def test_oracle_pays_only_where_the_picture_matters():
+    full, text = [0, 1, 2, 3], [0, 1, 2, 3]
+    same = decode(full, text, Settings(4, 4, 4), Lown(access="oracle", accept="k", guard=None))
+    assert same.meter.forwards["FULL", "full"] == 1
+    blind = decode(
+        full, [6, 6, 6, 6], Settings(4, 4, 4), Lown(access="oracle", accept="k", guard=None)
+    )
+    # the table does not change with the canvas, so the anchor stays right although the text differs
+    assert blind.meter.forwards["FULL", "full"] == 1
+    assert blind.tokens.tolist() == [full]
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    budget=st.floats(0.26, 1.0),
+    shape=st.sampled_from([(12, 12, 12), (12, 8, 4), (9, 9, 3)]),
+    guard=st.sampled_from([None, "scan", "adjacent"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_never_above_budget(seed, budget, shape, guard):
+    numbers = torch.Generator().manual_seed(seed)
+    tables = torch.randn(2, shape[0], VOCABULARY, generator=numbers) * 2
+    model = two_view_model(tables[0], tables[1], 9, 6)
+    knobs = Lown(budget=budget, guard=guard)
+    rows = torch.full((2, shape[0]), MASK)
+    rows[1, ::2] = 1
+    done = run(model, [9, 9], Settings(*shape), sampler=knobs, num_visual=6, tokens=rows)
+    assert not done.is_open.any()
+    assert MASK not in done.tokens
+    for spent, baseline in zip(done.meter.row_flops, done.baseline_flops, strict=True):
+        assert spent <= budget * baseline + 1e-6
+
+
+def test_an_ample_budget_changes_nothing_and_a_tight_one_saves():
+    full, text = [0, 1, 2, 3, 4, 5, 6, 0], [0, 6, 2, 6, 4, 6, 6, 6]
+    plain = decode(full, text, Settings(8, 8, 8), Lown())
+    ample = decode(full, text, Settings(8, 8, 8), Lown(budget=1.0))
+    tight = decode(full, text, Settings(8, 8, 8), Lown(budget=0.2))
+    assert ample.meter.flops <= plain.meter.flops
+    assert tight.meter.flops < plain.meter.flops
+    assert tight.tokens.tolist() == [full]
+
+
+def test_a_budget_below_one_forward_is_refused():
+    with pytest.raises(InvalidInputError, match=r"below the cost of one FULL forward \(0\.2500"):
+        decode([0, 1, 2, 3], [0, 1, 2, 3], Settings(4, 4, 4), Lown(budget=0.2))
+    with pytest.raises(InvalidInputError, match="access='certificate'"):
+        Lown(budget=0.5, access="always")
+    with pytest.raises(InvalidInputError, match="budget must be"):
+        Lown(budget=1.5)
