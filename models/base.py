@@ -111,6 +111,15 @@ class DiffusionModel(PreTrainedModel):
                 "another tokenizer used?"
             )
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Writes config and weights, always under the key names of our modules.
+
+        Transformers would translate them back to the names of the folder they came from, which do
+        not go with the config fields that it writes. Arguments are those of transformers.
+        """
+        kwargs.setdefault("save_original_format", False)
+        super().save_pretrained(*args, **kwargs)
+
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses: diffusion models are not decoded left to right."""
         raise InvalidInputError(

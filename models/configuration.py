@@ -117,6 +117,12 @@ class LLaDAConfig(PreTrainedConfig):
         rms_norm_eps: float
         rope_theta: float
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps an inherited `__init__`, which transformers' dataclass would replace."""
+        if "__init__" not in cls.__dict__:
+            cls.__init__ = cls.__init__
+        super().__init_subclass__(**kwargs)
+
     def __init__(
         self,
         vocab_size: int | None = None,

@@ -10,17 +10,23 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 __all__ = ["register_renames", "renamed"]
 
 _BLOCK = r"^model\.transformer\.blocks\.(\d+)\."
+_IN_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "q_proj": "self_attn.q_proj",
+    "k_proj": "self_attn.k_proj",
+    "v_proj": "self_attn.v_proj",
+    "attn_out": "self_attn.o_proj",
+    "ff_norm": "post_attention_layernorm",
+    "ff_proj": "mlp.gate_proj",
+    "up_proj": "mlp.up_proj",
+    "ff_out": "mlp.down_proj",
+}
+# One group per pattern: transformers allows no more.
 _RENAMES = {
-    r"^model\.transformer\.wte\.weight$": r"model.embed_tokens.weight",
-    r"^model\.transformer\.ln_f\.weight$": r"model.norm.weight",
-    r"^model\.transformer\.ff_out\.weight$": r"lm_head.weight",
-    _BLOCK + r"(q_proj|k_proj|v_proj)\.weight$": r"model.layers.\1.self_attn.\2.weight",
-    _BLOCK + r"attn_out\.weight$": r"model.layers.\1.self_attn.o_proj.weight",
-    _BLOCK + r"ff_proj\.weight$": r"model.layers.\1.mlp.gate_proj.weight",
-    _BLOCK + r"up_proj\.weight$": r"model.layers.\1.mlp.up_proj.weight",
-    _BLOCK + r"ff_out\.weight$": r"model.layers.\1.mlp.down_proj.weight",
-    _BLOCK + r"attn_norm\.weight$": r"model.layers.\1.input_layernorm.weight",
-    _BLOCK + r"ff_norm\.weight$": r"model.layers.\1.post_attention_layernorm.weight",
+    r"^model\.transformer\.wte\.": "model.embed_tokens.",
+    r"^model\.transformer\.ln_f\.": "model.norm.",
+    r"^model\.transformer\.ff_out\.": "lm_head.",
+    **{rf"{_BLOCK}{old}\.": rf"model.layers.\1.{new}." for old, new in _IN_BLOCK.items()},
 }
 
 
