@@ -1,5 +1,6 @@
-"""The decode loop: the only place that steps, commits, stops and records, for every model and
-sampler.
+"""The decode loop, one for every model and sampler.
+
+It is the only place that steps, commits, stops and records.
 """
 
 from __future__ import annotations
@@ -67,11 +68,13 @@ def decode(
         ).tolist()
         if has_nan:
             raise NumericalError(
-                f"the model returned NaN at step {step_index}; try dtype=float32 or bfloat16, and check the weights."
+                f"the model returned NaN at step {step_index}; "
+                "try dtype=float32 or bfloat16, and check the weights."
             )
         if is_broken:
             raise DlmError(
-                f"sampler {getattr(sampler, 'name', sampler)!r} committed outside the eligible positions, or the mask id."
+                f"sampler {getattr(sampler, 'name', sampler)!r} committed "
+                "outside the eligible positions, or the mask id."
             )
         if not is_active:
             return
@@ -105,8 +108,9 @@ def decode(
 
 
 def _at_least_one(step: Step, eligible: Tensor, quirks: Quirks) -> tuple[Tensor, Tensor]:
-    """The step's commits, with the draft's best position for rows that commit none; and where that
-    was needed.
+    """The step's commits with at least one per unfinished row, and where that had to be forced.
+
+    A row that commits nothing gets the draft's best position.
     """
     idle = eligible.any(dim=1) & ~step.commit.any(dim=1)
     if quirks.blocks_end_after_steps:
@@ -146,8 +150,10 @@ class _Progress:
         )
 
     def advance(self, canvas: Canvas) -> Tensor:
-        """Moves rows whose block is done to the next one with open positions; returns the eligible
-        positions.
+        """Moves rows whose block is done to the next one with open positions.
+
+        Returns:
+            `(B, C)` bool, the eligible positions.
         """
         open_per_block = (canvas.is_open[:, canvas.lead :].float() @ self.membership).long()
         blocks = torch.arange(len(self.steps), device=self.block.device)

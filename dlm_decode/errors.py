@@ -1,5 +1,6 @@
-"""Errors that a user can act on: each message says what was given, what is allowed, and what to
-do.
+"""Errors that a user can act on.
+
+Each message says what was given, what is allowed, and what to do.
 """
 
 from __future__ import annotations

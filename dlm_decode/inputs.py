@@ -77,7 +77,8 @@ def rows_from_text(
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str) or not prompt.strip():
             raise InvalidInputError(
-                f"prompt {index} is {'empty' if prompt == '' else repr(prompt)}; pass the question as non-empty text."
+                f"prompt {index} is {'empty' if prompt == '' else repr(prompt)}; "
+                "pass the question as non-empty text."
             )
         row_images = _media_of_row(images, index, len(prompts), is_batch, "images")
         row_videos = _media_of_row(videos, index, len(prompts), is_batch, "videos")
@@ -106,8 +107,8 @@ def _media_of_row(media: Any, row: int, num_rows: int, is_batch: bool, name: str
         if not isinstance(media, (list, tuple)) or len(media) != num_rows:
             got = len(media) if isinstance(media, (list, tuple)) else type(media).__name__
             raise InvalidInputError(
-                f"{name} for {num_rows} prompts must be a list with one entry per prompt (an item, a list or None), "
-                f"got {got}."
+                f"{name} for {num_rows} prompts must be a list with one entry per prompt "
+                f"(an item, a list or None), got {got}."
             )
         media = media[row]
     if media is None:
@@ -146,7 +147,8 @@ def rows_from_ids(
         ):
             if value is not None and len(value) != len(rows):
                 raise InvalidInputError(
-                    f"{name} has {len(value)} entries for {len(rows)} rows of input_ids; give one per row."
+                    f"{name} has {len(value)} entries for {len(rows)} rows of input_ids; "
+                    "give one per row."
                 )
             lists.append([None] * len(rows) if value is None else list(value))
         extras = list(zip(*lists, strict=True))
@@ -157,8 +159,8 @@ def rows_from_ids(
             row = row[0]
         if row.dim() != 1 or row.numel() == 0:
             raise InvalidInputError(
-                f"input_ids of a row must have shape (P,) with P >= 1, got {tuple(row.shape)}; for a batch pass a list of "
-                "such tensors."
+                f"input_ids of a row must have shape (P,) with P >= 1, got {tuple(row.shape)}; "
+                "for a batch pass a list of such tensors."
             )
         prepared.append(
             RowInput(input_ids=row, pixel_values=pixels, image_sizes=sizes, modalities=kinds)
@@ -167,8 +169,9 @@ def rows_from_ids(
 
 
 def rows_from_embeds(inputs_embeds: Any) -> list[RowInput]:
-    """Prepares ready embeddings: `(P, D)` or `(1, P, D)` for one row, a list of `(P, D)` for a
-    batch.
+    """Prepares ready embeddings.
+
+    One row is `(P, D)` or `(1, P, D)`, a batch is a list of `(P, D)`.
 
     Raises:
         InvalidInputError: another shape.
@@ -179,7 +182,8 @@ def rows_from_embeds(inputs_embeds: Any) -> list[RowInput]:
         row = row[0] if row.dim() == 3 and row.shape[0] == 1 else row
         if row.dim() != 2 or row.shape[0] == 0:
             raise InvalidInputError(
-                f"inputs_embeds of a row must have shape (P, D) with P >= 1, got {tuple(row.shape)}."
+                "inputs_embeds of a row must have shape (P, D) with P >= 1, "
+                f"got {tuple(row.shape)}."
             )
         prepared.append(RowInput(embeds=row))
     return prepared

@@ -1,5 +1,6 @@
-"""Runs the language model on a view of the sequence and proposes tokens at the asked canvas
-positions.
+"""Runs the language model on a view of the sequence and proposes tokens.
+
+Proposals are made at the asked canvas positions only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["FULL", "TEXT_ONLY", "TEXT_ONLY_ORIGINAL", "Prediction", "Predictor", "View"]
 
 _HEAD_CHUNK = 256  # positions per run of the language-model head
-_NOISE_CHUNK = 64  # positions per draw of sampling noise; fixed, because it decides which numbers a position gets
+# Positions per draw of sampling noise; fixed, because it decides which numbers a position gets.
+_NOISE_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,9 @@ class Predictor:
         *,
         is_charged: bool = True,
     ) -> Prediction:
-        """One forward over the rows that ask for something; other rows take no part and cost
-        nothing.
+        """One forward over the rows that ask for something.
+
+        Other rows take no part and cost nothing.
 
         Args:
             view: what the forward sees.
@@ -206,7 +209,7 @@ class Predictor:
         return prediction
 
     def charge(self, view: View, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Books a whole-sequence forward of some rows, with `counts` positions given to the head."""
+        """Books a whole-sequence forward of some rows, `counts` positions given to the head."""
         lengths = self.sequence_lengths(view)
         queries = [lengths[row] for row in rows]
         self.meter.charge(view.name, "full", rows, queries, queries, counts)
@@ -223,8 +226,9 @@ class Predictor:
         return torch.tensor(flops, dtype=torch.float64, device=self.device)
 
     def uniform(self, positions: Tensor) -> Tensor:
-        """`(B, C)` float32 random numbers in [0, 1) at the asked positions, from each row's own
-        generator.
+        """`(B, C)` float32 random numbers in [0, 1) at the asked positions.
+
+        Each row draws from its own generator.
         """
         drawn = torch.zeros(positions.shape, device=self.device)
         is_full = self.settings.quirks.random_stream == "full"
@@ -261,8 +265,11 @@ class Predictor:
     def _forward(
         self, view: View, rows: list[int], counts: list[int], is_charged: bool
     ) -> tuple[Tensor, int]:
-        """Hidden states `(R, S, D)` of the asked rows, the unconditional rows behind them; and R
-        without those.
+        """Hidden states of the asked rows, then of their unconditional twins if there is guidance.
+
+        Returns:
+            hidden: `(R, S, D)`, or `(2R, S, D)` with the unconditional rows behind the others.
+            num_rows: R, the number of asked rows.
         """
         layout = self._layout(view)
         lengths = [layout.lengths[row] for row in rows]

@@ -1,8 +1,8 @@
-"""The trajectory: every step of a response, on the device while decoding and as plain dicts
-afterwards.
+"""The trajectory: every step of a response.
 
-A trajectory file is JSON lines: one `run` line, one `step` line per step, one `end` line;
-`Trajectory.records` says what they hold.
+Steps stay on the device while decoding and become plain dicts afterwards. A trajectory file is
+JSON lines: one `run` line, one `step` line per step, one `end` line; `Trajectory.records` says what
+they hold.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ TokenText = Callable[[int], str]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step; tensors are `(B, C)` over canvas columns unless stated, and stay on the device
-    until they are read.
+    """One step of a response.
+
+    Tensors are `(B, C)` over canvas columns unless stated, and stay on the device until they are
+    read.
 
     Attributes:
         index: step number, from 0.
@@ -72,8 +74,9 @@ class StepRecord:
         forced: Tensor,
         canvas: Canvas,
     ) -> StepRecord:
-        """What the loop knows after a step; `forced` are commits that the loop added for an idle
-        row.
+        """What the loop knows after a step.
+
+        `forced` are commits that the loop added for an idle row.
         """
         asked = step.draft.log_prob > float("-inf")
         return cls(
@@ -183,8 +186,9 @@ class Trajectory:
         return path
 
     def commit_steps(self, row: int = 0) -> list[int | None]:
-        """Step at which each response position of `row` was committed; `None` where it never
-        was.
+        """Step at which each response position of `row` was committed.
+
+        It is `None` where the position never was.
         """
         width = self.steps[0].commit.shape[1] - self.steps[0].lead if self.steps else 0
         committed: list[int | None] = [None] * width

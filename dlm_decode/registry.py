@@ -36,7 +36,7 @@ class Registry(Generic[T]):
         self.kind = kind
         self.package = package
         self.group = group
-        self._classes: dict[str, type[T]] = {}
+        self._classes: dict[str, type[Any]] = {}
         self._is_loaded = False
 
     def register(self, name: str) -> Callable[[C], C]:
@@ -50,7 +50,8 @@ class Registry(Generic[T]):
             taken = self._classes.get(name)
             if taken is not None and taken.__qualname__ != cls.__qualname__:
                 raise InvalidInputError(
-                    f"{self.kind} name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; choose another."
+                    f"{self.kind} name {name!r} is taken by "
+                    f"{taken.__module__}.{taken.__qualname__}; choose another."
                 )
             self._classes[name] = cls
             cls.name = name  # type: ignore[attr-defined]
@@ -86,8 +87,9 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def make(self, spec: T | str, options: Mapping[str, Any] | None = None) -> T:
-        """An instance from a name, a spec `"name:key=value,key=value"`, or an instance (returned as
-        it is).
+        """An instance from a name or a spec `"name:key=value,key=value"`.
+
+        An instance is returned as it is.
 
         Args:
             spec: what to make.
@@ -101,11 +103,13 @@ class Registry(Generic[T]):
         if not isinstance(spec, str):
             if isinstance(spec, type):
                 raise InvalidInputError(
-                    f"{self.kind} {spec.__name__} is a class; pass an instance, as in {spec.__name__}()."
+                    f"{self.kind} {spec.__name__} is a class; "
+                    f"pass an instance, as in {spec.__name__}()."
                 )
             if options:
                 raise InvalidInputError(
-                    f"options {sorted(options)} were given beside a {self.kind} instance; set them on the instance."
+                    f"options {sorted(options)} were given beside a {self.kind} instance; "
+                    "set them on the instance."
                 )
             return spec
         name, _, rest = spec.partition(":")

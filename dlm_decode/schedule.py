@@ -47,17 +47,20 @@ class BlockSchedule:
         )
         if self.block_length > self.gen_length:
             raise InvalidInputError(
-                f"{given}: a block is longer than the canvas; use block_length <= {self.gen_length}."
+                f"{given}: a block is longer than the canvas; "
+                f"use block_length <= {self.gen_length}."
             )
         if self.steps < self.num_blocks:
             raise InvalidInputError(
-                f"{given}: {self.num_blocks} blocks need at least one step each; use steps >= {self.num_blocks}, or "
+                f"{given}: {self.num_blocks} blocks need at least one step each; "
+                f"use steps >= {self.num_blocks}, or "
                 f"block_length >= {-(-self.gen_length // self.steps)}."
             )
         if self.is_strict and (self.gen_length % self.block_length or self.steps % self.num_blocks):
             raise InvalidInputError(
-                f"{given}: preset 'official' needs block_length to divide gen_length and the number of blocks "
-                f"({self.num_blocks}) to divide steps; change one of them, or use preset=None."
+                f"{given}: preset 'official' needs block_length to divide gen_length "
+                f"and the number of blocks ({self.num_blocks}) to divide steps; "
+                "change one of them, or use preset=None."
             )
 
     @property
@@ -78,8 +81,9 @@ class BlockSchedule:
         return tuple((start, min(start + self.block_length, self.gen_length)) for start in starts)
 
     def num_steps(self, is_open: list[bool] | None = None) -> int:
-        """Steps that a sampler with exactly the quota takes: blocks with fewer open positions than
-        steps end early.
+        """Steps that a sampler which commits exactly the quota takes.
+
+        Blocks with fewer open positions than steps end early.
 
         Args:
             is_open: `T` flags of positions to be decoded; all of them by default.
@@ -92,8 +96,9 @@ class BlockSchedule:
 
 
 def uniform_quota(num_open: Tensor, steps: Tensor, step: Tensor) -> Tensor:
-    """Positions to commit in one step of a block, as even as whole numbers allow, larger shares
-    first.
+    """Positions to commit in one step of a block.
+
+    Shares are as even as whole numbers allow, larger shares first.
 
     Args:
         num_open: `(B,)` open positions when the row entered its block.

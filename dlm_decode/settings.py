@@ -118,12 +118,11 @@ OFFICIAL_QUIRKS = Quirks(
 
 
 def resolve_settings(given: Mapping[str, Any], model_defaults: Mapping[str, Any]) -> Settings:
-    """Settings from a call's arguments, the model folder's defaults, and `Settings`' own, in this
-    order.
+    """Settings from a call's arguments, then the model folder's, then `Settings`' own defaults.
 
-    Lengths that nobody names follow from those that somebody does: `steps` and `block_length`
-    default to `gen_length`, and a model's defaults for them hold only together with the model's
-    `gen_length`.
+    The first of the three that names a value wins. Lengths that nobody names follow from those that
+    somebody does: `steps` and `block_length` default to `gen_length`, and a model's defaults for
+    them hold only together with the model's `gen_length`.
 
     Args:
         given: arguments of the call, `None` for those left out.

@@ -1,5 +1,6 @@
-"""Names of the vision stages, as `dlm_decode.stages.names()`; the stages live in
-`dlm_decode.vision`.
+"""Names of the vision stages, as `dlm_decode.stages.names()`.
+
+The stages live in `dlm_decode.vision`.
 """
 
 from dlm_decode.vision import Stage, make, names, register_stage

@@ -13,10 +13,10 @@ MASK_CHARACTER = "\u2591"
 
 
 class ConsoleStreamer:
-    """A streamer with the protocol of transformers' `TextDiffusionStreamer`: `put`, `put_draft`,
-    `end`.
+    """A streamer with the protocol of transformers' `TextDiffusionStreamer`.
 
-    On a terminal the draft is redrawn in place; elsewhere each draft is a line.
+    The protocol is `put`, `put_draft` and `end`. On a terminal the draft is redrawn in place;
+    elsewhere each draft is a line.
 
     Args:
         token_text: text of one id.

@@ -5,6 +5,7 @@ A tracker takes the records of a trajectory (`dlm_decode.record`) as they come.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -125,8 +126,9 @@ class JsonlTracker:
 
 
 def step_scalars(record: Record) -> dict[str, float]:
-    """Numbers of one step: commits, mean confidence, seconds, FLOPs, and row forwards by view and
-    kind.
+    """Numbers of one step, by name.
+
+    Commits, mean confidence, seconds, FLOPs, active rows, and row forwards by view and kind.
     """
     commits = [commit for row in record["rows"] for commit in row["commits"]]
     scalars: dict[str, float] = {
@@ -201,8 +203,9 @@ class _RunTracker:
 
 
 class WandbTracker(_RunTracker):
-    """A wandb run per call: config, scalars per step, table of commits, summary, and the viewer
-    page.
+    """A wandb run per call.
+
+    It holds the config, scalars per step, a table of commits, the summary, and the viewer page.
 
     Args:
         mode: `"online"`, `"offline"` or `"disabled"`; `None` leaves it to WANDB_MODE.
@@ -223,7 +226,7 @@ class WandbTracker(_RunTracker):
             raise InvalidInputError(
                 "track='wandb' needs wandb; install dlm-decode[wandb]."
             ) from None
-        self._wandb = wandb
+        self._wandb: Any = wandb
         self._options: dict[str, Any] = {
             "project": project,
             "mode": mode,
@@ -257,7 +260,7 @@ class TrackioTracker(_RunTracker):
     def __init__(self, project: str = _PROJECT) -> None:
         super().__init__()
         try:
-            import trackio
+            trackio = importlib.import_module("trackio")
         except ImportError:
             raise InvalidInputError(
                 "track='trackio' needs trackio; install it with pip install trackio."

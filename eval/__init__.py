@@ -1,0 +1,1 @@
+"""Evaluations: generated scenes, questions about them, and accuracy on held-out ones."""

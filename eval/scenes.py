@@ -1,5 +1,6 @@
-"""Generated pictures: coloured shapes and real handwritten digits in a 3 x 3 grid, and pictures
-that are no scenes.
+"""Generated pictures: coloured shapes and real handwritten digits in a 3 x 3 grid.
+
+There are also pictures that are no scenes.
 
 A scene is a function of `(split, seed)`. Its layout decides its split (by a hash), so training and
 held-out scenes differ by construction, and the digits are split before they are placed.
@@ -243,8 +244,9 @@ def _draw_shape(
 
 
 def _texture(rng: random.Random) -> Image.Image:
-    """Soft colour noise of several scales, with edges: something like a photograph, nothing like a
-    scene.
+    """Soft colour noise of several scales, with edges.
+
+    It is something like a photograph and nothing like a scene.
     """
     numbers = np.random.default_rng(rng.getrandbits(64))
     total = np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.float32)

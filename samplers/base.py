@@ -1,5 +1,6 @@
-"""What a sampler is: it asks for predictions and says which open positions are committed with which
-token.
+"""What a sampler is.
+
+It asks for predictions and says which open positions are committed with which token.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class StepContext:
         return self.predictor.uniform(positions)
 
     def held_back(self, tokens: Tensor) -> Tensor | None:
-        """`(B, C)` bool, where `tokens` are ids to be committed last; `None` when `eos_last` is
-        off.
+        """`(B, C)` bool, where `tokens` are ids to be committed last.
+
+        It is `None` when `eos_last` is off.
         """
         if not self.last:
             return None
@@ -97,8 +99,9 @@ class Step:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """A frozen dataclass of knobs with two methods; register it with
-    `@register_sampler("name")`.
+    """A frozen dataclass of knobs with two methods.
+
+    Register it with `@register_sampler("name")`.
     """
 
     def start(self, context: Predictor) -> Any:
@@ -106,7 +109,8 @@ class Sampler(Protocol):
         ...
 
     def step(self, context: StepContext, state: Any) -> Step:
-        """Decides one step. Commits inside `context.eligible` only, at least one position per
-        unfinished row.
+        """Decides one step.
+
+        It commits inside `context.eligible` only, at least one position per unfinished row.
         """
         ...

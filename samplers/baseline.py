@@ -1,5 +1,6 @@
-"""The sampler of LLaDA and LLaDA-V: one FULL forward per step, the quota's best positions are
-committed.
+"""The sampler of LLaDA and LLaDA-V.
+
+It runs one FULL forward per step and commits the quota's best positions.
 """
 
 from __future__ import annotations

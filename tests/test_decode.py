@@ -72,13 +72,13 @@ def test_prefilled_positions_are_kept():
 @pytest.mark.parametrize("remasking", ["low_confidence", "margin", "entropy", "random"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_batch_equals_singles(remasking, temperature):
-    settings = Settings(12, 7, 5, temperature=temperature, seed=(3, 1, 4), cfg_scale=0.5)
+    seeds = (3, 1, 4)
+    settings = Settings(12, 7, 5, temperature=temperature, seed=seeds, cfg_scale=0.5)
     lengths = [3, 9, 5]
     together = run(
         random_model(), lengths, settings, sampler=f"baseline:remasking={remasking}", stops=[(EOS,)]
     )
     for row, length in enumerate(lengths):
-        seeds = settings.seed
         alone_settings = Settings(
             12, 7, 5, temperature=temperature, seed=(seeds[row],), cfg_scale=0.5
         )

@@ -73,7 +73,10 @@ def test_imports_are_absolute_and_names_are_no_libraries(path):
 def test_importing_the_package_is_light():
     import subprocess
 
-    code = "import sys, dlm_decode, dlm_decode.cli; print(sorted({'torch', 'transformers', 'wandb'} & set(sys.modules)))"
+    code = (
+        "import sys, dlm_decode, dlm_decode.cli; "
+        "print(sorted({'torch', 'transformers', 'wandb'} & set(sys.modules)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )

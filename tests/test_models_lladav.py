@@ -117,7 +117,8 @@ def real():
 def test_real_geometry_pixels_and_tokens(real, name):
     expected = REAL["visual"][name]
     size, seed = name.split("_s")
-    image = formula_image(*map(int, size.split("x")), int(seed))
+    width, height = map(int, size.split("x"))
+    image = formula_image(width, height, int(seed))
     pixels = VlmProcessor(None, real.config).image_pixels(image)
     assert list(pixels.shape) == expected["tiles"]
     assert hashlib.sha256(pixels.numpy().tobytes()).hexdigest() == expected["pixels_sha256"]

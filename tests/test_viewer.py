@@ -72,7 +72,10 @@ def test_page_runs_in_a_browser(records, tmp_path):
     hostile = copy.deepcopy(records)
     hostile[1]["rows"][0]["commits"][0][2] = "<img src=x onerror=document.title='broken'>"
     page = write_html(hostile, tmp_path / "sub" / "page.html")
-    flags = "--headless --no-sandbox --disable-gpu --disable-sync --no-first-run --disable-background-networking"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-sync --no-first-run "
+        "--disable-background-networking"
+    )
     command = [
         BROWSER,
         *flags.split(),

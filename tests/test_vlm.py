@@ -321,7 +321,7 @@ def test_without_a_tokenizer_only_ids_work(checkpoint, tmp_path):
 def test_load_names_what_is_wrong(tmp_path):
     with pytest.raises(InvalidInputError, match="no folder"):
         dlm_decode.load(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="no config.json"):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
         dlm_decode.load(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llava_lada"}')
     with pytest.raises(UnknownNameError, match="Did you mean 'llava_llada'"):

@@ -27,8 +27,9 @@ class Stage(Protocol):
 
 
 def keep_positions(prompt: Prompt, keep: Tensor) -> Prompt:
-    """The prompt with only the positions where `keep` holds; text is always kept, rotary positions
-    stay.
+    """The prompt with only the positions where `keep` holds.
+
+    Text is always kept, and what is kept stays at its rotary position.
 
     Args:
         prompt: one row's prompt.
