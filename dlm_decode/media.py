@@ -73,13 +73,11 @@ def _from_array(array: np.ndarray) -> Image.Image:
         )
     if array.dtype == np.uint8:
         return Image.fromarray(array)
-    if (
-        not np.issubdtype(array.dtype, np.floating)
-        or not np.isfinite(array).all()
-        or array.min() < 0
-        or array.max() > 1
-    ):
+    if not np.issubdtype(array.dtype, np.floating):
         raise MediaError(f"an image array must be uint8, or floats in [0, 1]; got {array.dtype}.")
+    if not (array.min() >= 0 and array.max() <= 1):  # also false for NaN
+        got = f"[{array.min():g}, {array.max():g}]"
+        raise MediaError(f"a float image array must lie in [0, 1], got {got}.")
     return Image.fromarray((array * 255).round().astype(np.uint8))
 
 
@@ -154,6 +152,7 @@ def open_frames(source: Any, num_frames: int = DEFAULT_NUM_FRAMES) -> list[Image
 def _decode_video(path: Path, num_frames: int) -> list[Image.Image]:
     try:
         import av
+        from av.error import FFmpegError
     except ImportError:
         raise MediaError(
             f"reading the video file {str(path)!r} needs PyAV; install dlm-decode[video], or pass "
@@ -171,7 +170,7 @@ def _decode_video(path: Path, num_frames: int) -> list[Image.Image]:
                 for index, frame in enumerate(container.decode(video=0))
                 if index in wanted
             ]
-    except (av.FFmpegError, IndexError, OSError) as error:
+    except (FFmpegError, IndexError, OSError) as error:
         raise MediaError(f"cannot decode video {str(path)!r} with PyAV: {error}.") from error
     if not frames:
         raise MediaError(f"the video {str(path)!r} has no frames.")

@@ -103,7 +103,8 @@ class DiffusionModel(PreTrainedModel):
 
     def check_ids(self, ids: Tensor) -> None:
         """Raises `InvalidInputError` for ids outside the vocabulary; placeholders are fine."""
-        size = self.get_input_embeddings().weight.shape[0]
+        table: Any = self.get_input_embeddings()
+        size = table.weight.shape[0]
         wrong = ids[(ids >= size) | ((ids < 0) & (ids != IMAGE_TOKEN_ID))]
         if len(wrong):
             raise InvalidInputError(

@@ -1,0 +1,180 @@
+"""Pictures and frames from files, arrays and PIL objects."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dlm_decode.errors import MediaError
+from dlm_decode.media import open_frames, open_image, uniform_indices
+
+
+def gradient(width=12, height=8):
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    return np.stack([x * 20, y * 30, (x + y) * 5], axis=-1).astype(np.uint8)
+
+
+def pixel(image, x, y):
+    return tuple(np.asarray(image)[y, x].tolist())
+
+
+def test_paths_arrays_and_pil_give_the_same(tmp_path):
+    array = gradient()
+    Image.fromarray(array).save(tmp_path / "a.png")
+    for source in (tmp_path / "a.png", str(tmp_path / "a.png"), array, Image.fromarray(array)):
+        image = open_image(source)
+        assert image.mode == "RGB"
+        assert np.array_equal(np.asarray(image), array)
+    assert np.array_equal(np.asarray(open_image(array.astype(np.float64) / 255)), array)
+
+
+def test_exif_rotation_is_applied(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise
+    Image.fromarray(gradient()).save(tmp_path / "turned.png", exif=exif)
+    image = open_image(tmp_path / "turned.png")
+    assert image.size == (8, 12)
+    assert np.array_equal(np.asarray(image), np.rot90(gradient(), k=-1))
+
+
+def test_modes_become_rgb(tmp_path):
+    rgb = Image.fromarray(gradient())
+    for mode in ("L", "1", "P", "CMYK", "YCbCr", "HSV", "LAB", "RGBX"):
+        assert open_image(rgb.convert(mode)).mode == "RGB"
+    assert np.array_equal(np.asarray(open_image(rgb.convert("CMYK"))), gradient())
+    grey = np.full((4, 4), 200, np.uint8)
+    assert pixel(open_image(grey), 0, 0) == (200, 200, 200)
+
+
+def test_transparent_parts_become_white():
+    clear = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    clear.putpixel((1, 0), (255, 0, 0, 255))
+    assert [pixel(open_image(clear), x, 0) for x in (0, 1)] == [(255, 255, 255), (255, 0, 0)]
+    assert open_image(Image.new("LA", (1, 1), (0, 128))).getpixel((0, 0))[0] in (127, 128)
+    palette = Image.new("P", (2, 1))
+    palette.putpalette([0, 0, 255, 0, 255, 0])
+    palette.putpixel((1, 0), 1)
+    palette.info["transparency"] = 0
+    assert [pixel(open_image(palette), x, 0) for x in (0, 1)] == [(255, 255, 255), (0, 255, 0)]
+
+
+def test_wide_grey_values_are_scaled(tmp_path):
+    values = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
+    Image.fromarray(values).save(tmp_path / "deep.png")
+    expected = [0, 1, 128, 255]
+    image = open_image(tmp_path / "deep.png")
+    assert [pixel(image, x, 0)[0] for x in range(4)] == expected
+    dark = open_image(Image.fromarray(np.array([[0, 200]], dtype=np.uint16)))
+    assert pixel(dark, 1, 0) == (1, 1, 1)  # still 16 bits, however dark
+    real = open_image(Image.fromarray(np.array([[0.0, 0.5, 1.0]], dtype=np.float32)))
+    assert [pixel(real, x, 0)[0] for x in range(3)] == [0, 128, 255]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (10000, 1)])
+def test_extreme_sizes(size):
+    assert open_image(Image.new("L", size)).size == size
+
+
+def test_unreadable_images_are_named(tmp_path):
+    with pytest.raises(MediaError, match=r"no image at '.*none.png'"):
+        open_image(tmp_path / "none.png")
+    with pytest.raises(MediaError, match="is a folder"):
+        open_image(tmp_path)
+    (tmp_path / "text.png").write_text("not an image")
+    with pytest.raises(MediaError, match=r"text.png' is not an image"):
+        open_image(tmp_path / "text.png")
+    (tmp_path / "void.jpg").write_bytes(b"")
+    with pytest.raises(MediaError, match=r"void.jpg' is not an image"):
+        open_image(tmp_path / "void.jpg")
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    for name in ("cut.png", "cut.jpg"):
+        Image.fromarray(noise).save(tmp_path / name)
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[: len(data) // 2])
+        with pytest.raises(MediaError, match=f"cannot read image .*{name}"):
+            open_image(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (np.zeros((2, 2, 5), np.uint8), r"must be \(H, W\)"),
+        (np.zeros((0, 2, 3), np.uint8), "not empty"),
+        (np.zeros((2, 2), np.int64), "must be uint8, or floats"),
+        (np.full((2, 2), 3.0), "must lie in"),
+        (np.full((2, 2), np.nan), "must lie in"),
+        (None, "must be a path"),
+        (b"bytes", "got bytes"),
+    ],
+)
+def test_other_objects_are_refused(source, message):
+    with pytest.raises(MediaError, match=message):
+        open_image(source)
+
+
+def test_uniform_indices():
+    assert uniform_indices(5, 8) == [0, 1, 2, 3, 4]
+    assert uniform_indices(100, 1) == [0]
+    indices = uniform_indices(100, 32)
+    assert (indices[0], indices[-1], len(set(indices))) == (0, 99, 32)
+    assert indices == sorted(indices)
+
+
+def test_frames_from_folders_lists_and_arrays(tmp_path):
+    frames = [np.full((4, 6, 3), 10 * index, np.uint8) for index in range(10)]
+    for index, frame in enumerate(frames):
+        Image.fromarray(frame).save(tmp_path / f"{index:03}.png")
+    (tmp_path / "notes.txt").write_text("no frame")
+    picked = open_frames(tmp_path, num_frames=4)
+    assert [pixel(frame, 0, 0)[0] for frame in picked] == [0, 30, 60, 90]
+    assert len(open_frames(str(tmp_path))) == 10
+    assert len(open_frames(np.stack(frames))) == 10
+    assert len(open_frames([tmp_path / "000.png", frames[1]])) == 2
+    for source, message in (
+        (np.zeros((0, 4, 4, 3), np.uint8), "at least one frame"),
+        (np.zeros((4, 4, 3), np.uint8), r"\(F, H, W, 3\)"),
+        ([], "has no frames"),
+        (tmp_path / "none.mp4", "no video at"),
+        (5, "must be a path"),
+    ):
+        with pytest.raises(MediaError, match=message):
+            open_frames(source)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(MediaError, match="holds no image files"):
+        open_frames(tmp_path / "empty")
+
+
+def write_video(path, num_frames):
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        for index in range(num_frames):
+            frame = np.full((32, 32, 3), 20 * index, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+
+
+def test_video_files(tmp_path):
+    write_video(tmp_path / "v.mp4", 10)
+    frames = open_frames(tmp_path / "v.mp4", num_frames=4)
+    values = [pixel(frame, 5, 5)[0] for frame in frames]
+    assert np.allclose(values, [0, 60, 120, 180], atol=8)
+    assert all(frame.mode == "RGB" and frame.size == (32, 32) for frame in frames)
+    assert len(open_frames(tmp_path / "v.mp4")) == 10
+    (tmp_path / "text.mp4").write_text("not a video")
+    with pytest.raises(MediaError, match=r"cannot decode video '.*text.mp4'"):
+        open_frames(tmp_path / "text.mp4")
+    write_video(tmp_path / "none.mp4", 0)
+    with pytest.raises(MediaError, match=r"none.mp4'"):
+        open_frames(tmp_path / "none.mp4")
+
+
+def test_video_files_need_pyav(tmp_path, monkeypatch):
+    (tmp_path / "v.mp4").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(MediaError, match="needs PyAV; install"):
+        open_frames(tmp_path / "v.mp4")
