@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,wandb,video]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,video,wandb]'
 	touch $(READY)
 
 setup: $(READY)

@@ -55,6 +55,8 @@ def build_parser(is_training: bool = False) -> argparse.ArgumentParser:
     _add_show(commands)
     _add_demo(commands)
     _add_evaluate(commands)
+    _add_compare(commands)
+    _add_cost(commands)
     _add_train(commands, is_training)
     return parser
 
@@ -295,7 +297,8 @@ def _demo(arguments: argparse.Namespace) -> int:
             flops = (out.cost.flops + out.cost.head_flops + out.cost.vision_flops) / 1e9
             print(f"  {question['prompt']}\n    {out.text}")
             print(
-                f"    expected: {question['answer']}   [{out.cost.num_forwards} forwards, {flops:.2f} GFLOPs]"
+                f"    expected: {question['answer']}   "
+                f"[{out.cost.num_forwards} forwards, {flops:.2f} GFLOPs]"
             )
     print(f"pictures: {folder}")
     return 0
@@ -334,6 +337,72 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         is_blind=arguments.blind,
     )
     print(json.dumps(report, indent=2))
+    return 0
+
+
+def _add_compare(commands: Any) -> None:
+    text = "Compare settings on the same held-out questions: score against cost."
+    parser = _command(commands, "compare", text, _compare)
+    _add_model_options(parser)
+    parser.add_argument(
+        "--variant",
+        action="append",
+        required=True,
+        help="SAMPLER[+STAGE...][@key=value,...]; repeatable, the first is the reference",
+    )
+    parser.add_argument(
+        "--limit", type=int, default=1000, help="number of questions (default 1000)"
+    )
+    parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
+    parser.add_argument("--output", type=Path, required=True, help="folder; a run resumes from it")
+    parser.add_argument("--match", metavar="VARIANT", help="name its cheapest rival of equal cost")
+    parser.add_argument("--plot", action="store_true", help="also plot.png and plot.svg")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from dlm_decode.eval import compare as comparison
+
+    variants = [comparison.Variant.parse(text) for text in arguments.variant]
+    if arguments.match is not None and arguments.match not in arguments.variant:
+        raise InvalidInputError(f"--match {arguments.match!r} is none of the variants.")
+    folder = arguments.output
+    rows = comparison.compare(
+        _load(arguments), variants, folder, limit=arguments.limit, batch=arguments.batch
+    )
+    (folder / "table.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    (folder / "table.csv").write_text(comparison.to_csv(rows), encoding="utf-8")
+    (folder / "table.md").write_text(comparison.to_markdown(rows), encoding="utf-8")
+    print(comparison.render(rows))
+    if arguments.match is not None:
+        rival = comparison.matched(rows, arguments.match)
+        print(f"cheapest rival of {arguments.match}: {rival['name'] if rival else 'none'}")
+    if arguments.plot:
+        for suffix in ("png", "svg"):
+            comparison.draw(rows, folder / f"plot.{suffix}")
+    return 0
+
+
+def _add_cost(commands: Any) -> None:
+    text = "Analytic decoder cost of FULL and TEXT_ONLY forwards at published sizes."
+    parser = _command(commands, "cost", text, _cost)
+    parser.add_argument(
+        "--text", type=int, default=60, help="text tokens of the prompt (default 60)"
+    )
+    parser.add_argument("--gen-length", type=int, default=128, help="canvas length (default 128)")
+
+
+def _cost(arguments: argparse.Namespace) -> int:
+    from dlm_decode.cost import PUBLISHED, forward_flops
+
+    if arguments.text < 1 or arguments.gen_length < 1:
+        raise InvalidInputError("--text and --gen-length must be at least 1.")
+    short = arguments.text + arguments.gen_length
+    print(f"{'model and input':<40} {'visual':>6} {'share':>6} {'FULL TFLOPs':>12} {'rho':>6}")
+    for name, (geometry, num_visual) in PUBLISHED.items():
+        total = short + num_visual
+        full, text = (forward_flops(geometry, length, length) for length in (total, short))
+        share = num_visual / total
+        print(f"{name:<40} {num_visual:>6} {share:>6.1%} {full / 1e12:>12.2f} {text / full:>6.1%}")
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 __all__ = [
@@ -102,13 +103,35 @@ def vision_flops(vision: VisionGeometry, tiles: int) -> int:
     layer = 2 * tokens * 4 * width * width + 2 * 2 * tokens * tokens * width
     layer += 2 * 2 * tokens * width * vision.intermediate_size
     widths = vision.projector_dims
-    projector = sum(2 * tokens * a * b for a, b in zip(widths, widths[1:], strict=False))
+    projector = sum(2 * tokens * a * b for a, b in pairwise(widths))
     return tiles * (embed + vision.num_layers * layer + projector)
 
 
 def kv_bytes_per_token(geometry: Geometry, bytes_per_number: int) -> int:
     """Bytes that one position's keys and values take over all layers."""
     return 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * bytes_per_number
+
+
+LLADA_8B = Geometry(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    intermediate_size=12288,
+    vocab_size=126464,
+)
+"""The language model of LLaDA-V, LaViDa-LLaDA and VidLaDA."""
+
+PUBLISHED: dict[str, tuple[Geometry, int]] = {
+    "LLaDA-V, 384 x 384 image": (LLADA_8B, 1485),
+    "LLaDA-V, 640 x 480 photo": (LLADA_8B, 2929),
+    "LLaDA-V, 1024 x 768 photo": (LLADA_8B, 3627),
+    "LLaDA-V, video of 32 frames": (LLADA_8B, 6720),
+    "LaViDa-LLaDA, 768 x 768 image": (LLADA_8B, 1008),
+    "VidLaDA, 32 frames": (LLADA_8B, 6720),
+}
+"""Language model and visual tokens of typical inputs, for analytic costs."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +192,7 @@ class Cost:
         seconds_decode: the steps.
         row_flops: decoder FLOPs per row.
         row_baseline_flops: `baseline_flops` per row.
+        row_forwards: forwards of each row by view.
     """
 
     flops: int
@@ -185,6 +209,7 @@ class Cost:
     seconds_decode: float
     row_flops: tuple[int, ...] = ()
     row_baseline_flops: tuple[int, ...] = ()
+    row_forwards: tuple[dict[str, int], ...] = ()
 
     @property
     def relative(self) -> float:
@@ -220,8 +245,9 @@ class Cost:
         saved = self.baseline_forwards - self.num_forwards
         note = f" ({saved} fewer than the schedule)" if saved > 0 else ""
         return (
-            f"{self.num_forwards} forwards{note}: {kinds or 'none'}; {self.flops / 1e9:.3g} GFLOPs in the decoder "
-            f"({self.relative:.3f} of baseline), {self.head_flops / 1e9:.3g} in the head, "
+            f"{self.num_forwards} forwards{note}: {kinds or 'none'}; "
+            f"{self.flops / 1e9:.3g} GFLOPs in the decoder ({self.relative:.3f} of baseline), "
+            f"{self.head_flops / 1e9:.3g} in the head, "
             f"{self.vision_flops / 1e9:.3g} in the vision encoder; "
             f"{self.seconds_prefill:.2f} s prefill, {self.seconds_decode:.2f} s decode"
         )
@@ -244,10 +270,12 @@ class CostMeter:
     kv_bytes: int = 0
     forwards: Counter[tuple[str, str]] = field(default_factory=Counter)
     row_flops: list[int] = field(default_factory=list)
+    row_forwards: list[Counter[str]] = field(default_factory=list)
     pending: list[Forward] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.row_flops = [0] * self.num_rows
+        self.row_forwards = [Counter() for _ in range(self.num_rows)]
 
     def charge(
         self,
@@ -262,6 +290,7 @@ class CostMeter:
         per_row = [forward_flops(self.geometry, q, k) for q, k in zip(queries, keys, strict=True)]
         for row, flops in zip(rows, per_row, strict=True):
             self.row_flops[row] += flops
+            self.row_forwards[row][view] += 1
         forward = Forward(
             view=view,
             kind=kind,

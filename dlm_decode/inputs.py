@@ -67,7 +67,8 @@ def rows_from_text(
             `None`.
         videos: likewise.
         is_batch: whether `prompts` came as a list.
-        drops_token: the official tokenizer helper's loss of a token after each image.
+        drops_token: as the official evaluation does, lose a token after each image and stack padded
+            images.
 
     Raises:
         InvalidInputError: an empty prompt, or as many media entries as rows are not there.
@@ -87,6 +88,7 @@ def rows_from_text(
             images=[open_image(image) for image in row_images],
             videos=[open_frames(video) for video in row_videos],
             official_token_drop=drops_token,
+            stack_images=drops_token,
         )
         rows.append(
             RowInput(

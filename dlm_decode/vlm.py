@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_decode import models, samplers, vision
 from dlm_decode.canvas import Canvas, Prompt
@@ -95,7 +95,7 @@ def load(
 
 
 def _generation_defaults(path: str) -> dict[str, Any]:
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     found = cached_file(
         path,
@@ -152,7 +152,7 @@ class DiffusionVlm:
     @property
     def device(self) -> torch.device:
         """Where prompts and canvas live: with the input embeddings."""
-        return self.model.get_input_embeddings().weight.device
+        return cast(nn.Embedding, self.model.get_input_embeddings()).weight.device
 
     @torch.no_grad()
     def generate(
@@ -341,6 +341,7 @@ class DiffusionVlm:
             seconds_decode=done - prefilled,
             row_flops=tuple(meter.row_flops),
             row_baseline_flops=tuple(flops for flops, _ in baseline),
+            row_forwards=tuple(dict(counts) for counts in meter.row_forwards),
         )
         return self._output(canvas, suffix_ids, is_batch, trajectory, cost, tracker, streamer)
 
@@ -360,7 +361,8 @@ class DiffusionVlm:
         given = [name for name, value in named.items() if value is not None]
         if len(given) != 1:
             raise InvalidInputError(
-                f"pass exactly one of prompt, input_ids and inputs_embeds, got {' and '.join(given) or 'none'}."
+                "pass exactly one of prompt, input_ids and inputs_embeds, "
+                f"got {' and '.join(given) or 'none'}."
             )
         if given != ["prompt"] and (images is not None or videos is not None):
             raise InvalidInputError(
@@ -386,7 +388,8 @@ class DiffusionVlm:
     def _require_processor(self, what: str) -> VlmProcessor:
         if self.processor is None:
             raise InvalidInputError(
-                f"{what} needs a tokenizer, and {self.name!r} has none; put the tokenizer files into the checkpoint folder, "
+                f"{what} needs a tokenizer, and {self.name!r} has none; "
+                "put the tokenizer files into the checkpoint folder, "
                 "or use input_ids= and id lists."
             )
         return self.processor
@@ -438,26 +441,31 @@ class DiffusionVlm:
         seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
         if len(seeds) != num_rows:
             raise InvalidInputError(
-                f"seed has {len(seeds)} entries for {num_rows} rows; give one number or one per row."
+                f"seed has {len(seeds)} entries for {num_rows} rows; "
+                "give one number or one per row."
             )
         return [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
 
     def _check_pixels(self, rows: Sequence[RowInput]) -> None:
         if any(row.num_tiles for row in rows) and self.model.geometry.vision is None:
             raise InvalidInputError(
-                f"{self.name!r} is a text-only model and cannot read images; drop images and videos."
+                f"{self.name!r} is a text-only model and cannot read images; "
+                "drop images and videos."
             )
 
     def _check_context(
         self, prompts: Sequence[Prompt], settings: Settings, num_suffix: int
     ) -> None:
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        names = ("max_position_embeddings", "tokenizer_model_max_length")
+        limits = [getattr(self.model.config, name, None) for name in names]
+        limit = min((value for value in limits if value is not None), default=None)
         for row, prompt in enumerate(prompts):
             total = prompt.length + settings.gen_length + num_suffix
             if limit is not None and total > limit:
                 raise InvalidInputError(
-                    f"prompt {row} has {prompt.length} positions ({prompt.num_visual} visual); with gen_length "
-                    f"{settings.gen_length} and a suffix of {num_suffix} that is {total}, and the model reads at most {limit}; "
+                    f"prompt {row} has {prompt.length} positions ({prompt.num_visual} visual); "
+                    f"with gen_length {settings.gen_length} and a suffix of {num_suffix} "
+                    f"that is {total}, and the model reads at most {limit}; "
                     "shorten the prompt, use fewer or smaller images, or a smaller gen_length."
                 )
 
@@ -481,7 +489,8 @@ class DiffusionVlm:
                 continue
             if len(ids) > length:
                 raise InvalidInputError(
-                    f"prefill has {len(ids)} tokens and gen_length is {length}; use gen_length >= {len(ids)}."
+                    f"prefill has {len(ids)} tokens and gen_length is {length}; "
+                    f"use gen_length >= {len(ids)}."
                 )
             tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
         is_open = tokens == mask_id
@@ -491,7 +500,8 @@ class DiffusionVlm:
             if any(masked):
                 if len(prompts) > 1:
                     raise InvalidInputError(
-                        "preset 'official' fills mask ids in the prompt, one row at a time; pass one prompt, or preset=None."
+                        "preset 'official' fills mask ids in the prompt, one row at a time; "
+                        "pass one prompt, or preset=None."
                     )
                 lead = prompts[0].length - masked[0][0]
                 head = prompts[0].ids[None, masked[0][0] :].cpu()
@@ -502,8 +512,9 @@ class DiffusionVlm:
     def _baseline_cost(
         self, prompt: Prompt, canvas: Canvas, row: int, settings: Settings, num_suffix: int
     ) -> tuple[int, int]:
-        """FLOPs and forwards of the baseline sampler for one row, with neither stage nor early
-        stop.
+        """FLOPs and forwards of the baseline sampler for one row.
+
+        Neither a stage nor an early stop is assumed.
         """
         is_open = canvas.is_open[row, canvas.lead :].tolist()
         count = settings.schedule.num_steps(is_open) * (2 if settings.cfg_scale > 0 else 1)

@@ -1,5 +1,6 @@
-"""Accuracy on held-out scene questions, by kind; results are appended as they come and a run
-resumes.
+"""Accuracy on held-out scene questions, by kind.
+
+Results are appended to the file as they come, and an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dlm_decode.registry import describe
 if TYPE_CHECKING:
     from dlm_decode.vlm import DiffusionVlm
 
-__all__ = ["evaluate_scenes", "summarise"]
+__all__ = ["ask_batch", "batches", "evaluate_scenes", "read_done", "settings_of", "summarise"]
 
 
 def evaluate_scenes(
@@ -50,17 +51,17 @@ def evaluate_scenes(
     if limit < 1 or batch < 1:
         raise InvalidInputError(f"limit and batch must be at least 1, got {limit} and {batch}.")
     output = Path(output)
-    settings = _settings(vlm, options, is_blind)
-    done = _read(output, settings)
+    settings = settings_of(vlm, options, is_blind)
+    done = read_done(output, settings)
     samples = [sample for sample in heldout_samples(limit) if sample.id not in done]
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a", encoding="utf-8") as file:
         if not done:
             file.write(json.dumps({"settings": settings}) + "\n")
         for part in tqdm(
-            list(_batches(samples, batch)), desc="questions", unit="batch", disable=not samples
+            list(batches(samples, batch)), desc="questions", unit="batch", disable=not samples
         ):
-            for entry in _ask(vlm, part, options, is_blind):
+            for entry in ask_batch(vlm, part, options, is_blind):
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
                 done[entry["id"]] = entry
             file.flush()
@@ -92,7 +93,8 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _settings(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> dict[str, Any]:
+def settings_of(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> dict[str, Any]:
+    """What an output file depends on, as its first line says."""
     from dlm_decode import samplers, vision
 
     named = {
@@ -111,9 +113,10 @@ def _settings(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> dic
     }
 
 
-def _read(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Answers that the file holds; an incomplete last line, as a killed run leaves it, is cut
-    off.
+def read_done(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Answers that the file holds.
+
+    An incomplete last line, as a killed run leaves it, is cut off.
     """
     if not path.exists() or not path.read_text(encoding="utf-8").strip():
         return {}
@@ -132,14 +135,16 @@ def _read(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {entry["id"]: entry for entry in entries[1:]}
 
 
-def _batches(samples: Sequence[SceneSample], size: int) -> Iterator[Sequence[SceneSample]]:
+def batches(samples: Sequence[SceneSample], size: int) -> Iterator[Sequence[SceneSample]]:
+    """`samples` in runs of `size`."""
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
 
 
-def _ask(
+def ask_batch(
     vlm: DiffusionVlm, samples: Sequence[SceneSample], options: dict[str, Any], is_blind: bool
 ) -> Iterator[dict[str, Any]]:
+    """One `generate` call; yields an output line per question, seconds shared out evenly."""
     images = None if is_blind else [sample.image for sample in samples]
     out = vlm.generate([sample.question for sample in samples], images=images, **options)
     texts = out.text if isinstance(out.text, list) else [out.text]
@@ -153,4 +158,6 @@ def _ask(
             "is_right": score(sample, text or ""),
             "flops": out.cost.row_flops[row],
             "baseline_flops": out.cost.row_baseline_flops[row],
+            "forwards": out.cost.row_forwards[row],
+            "seconds": out.cost.seconds_decode / len(samples),
         }

@@ -1,6 +1,4 @@
-"""LOWN: decode from text alone while the picture would not change the answer, look again when it
-might.
-"""
+"""LOWN: decode from text alone while the picture would not change the answer."""
 
 from __future__ import annotations
 
@@ -24,8 +22,7 @@ Access = Literal["certificate", "always", "every", "random", "oracle"]
 
 @dataclass
 class Anchor:
-    """What the latest FULL forward of each row said about its open positions; B rows, C canvas
-    columns.
+    """What the latest FULL forward of each row said; B rows, C canvas columns.
 
     Attributes:
         tokens: `(B, C)` proposed tokens.
@@ -153,7 +150,7 @@ class Lown:
             sampler with the same settings, in (0, 1]; `None` is the paper's rule. The bound holds
             for every row: no forward starts that would exceed it. While the budget is ample the
             paper's rule decides. When it runs short, FULL is kept for the steps whose certificates
-            fail by disagreement rather than by the guard, and the others commit the certified prefix,
+            fail by disagreement, not by the guard, and the others commit the certified prefix,
             topped up to the quota with anchor tokens; when not even TEXT_ONLY is affordable, anchor
             tokens are committed without a forward. Only with `access="certificate"`.
 
@@ -237,9 +234,7 @@ class Lown:
         return allowance
 
     def _draw_schedule(self, context: Predictor) -> Tensor:
-        """`(B, steps)` bool with exactly `round(full_share * steps)` FULL steps per row, the first
-        among them.
-        """
+        """`(B, steps)` bool: `round(full_share * steps)` FULL steps per row, the first included."""
         steps = context.settings.steps
         num_rows, device = len(context.canvas.tokens), context.canvas.tokens.device
         numbers = torch.stack(
