@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES, Scene, SceneObject, Split, generate_scene
+from dlm_decode.eval.scenes import (
+    CELL_NAMES,
+    COLOURS,
+    SHAPES,
+    SIZES,
+    Scene,
+    SceneObject,
+    Split,
+    generate_scene,
+)
 
 __all__ = ["KINDS", "SceneSample", "ask", "heldout_samples", "scene_samples", "score", "vocabulary"]
 
@@ -26,12 +35,14 @@ class SceneSample:
         question: as a user would type it, in lower case.
         answer: the expected response.
         kind: key of `KINDS`.
+        form: the kind whose phrasing the question has; differs from `kind` for `"photo"` only.
         scene: the picture.
     """
 
     question: str
     answer: str
     kind: str
+    form: str
     scene: Scene = field(repr=False)
 
     @property
@@ -46,7 +57,10 @@ class SceneSample:
 
 
 def score(sample: SceneSample, text: str) -> bool:
-    """Whether `text` answers the question: the letter for a choice, yes or no for existence, else every word."""
+    """Whether `text` answers the question.
+
+    A choice needs the letter, existence yes or no, any other kind every word.
+    """
     given, wanted = _words(text), _words(sample.answer)
     if sample.kind in ("choice", "exists"):
         return given[:1] == wanted[:1]
@@ -64,9 +78,18 @@ def _name(item: SceneObject, *, size: bool = False, colour: bool = True) -> str:
 
 def _describe(scene: Scene, rng: random.Random) -> tuple[str, str]:
     question = rng.choice(
-        ("describe the picture .", "describe the image in detail .", "what is in the picture ?", "what do you see ?")
+        (
+            "describe the picture .",
+            "describe the image .",
+            "describe the image in detail .",
+            "what is in the picture ?",
+            "what is in this image ?",
+            "what do you see ?",
+        )
     )
-    return question, " , ".join(f"{_name(item, size=True)} {item.place}" for item in scene.objects) + " ."
+    return question, " , ".join(
+        f"{_name(item, size=True)} {item.place}" for item in scene.objects
+    ) + " ."
 
 
 def _unique(scene: Scene, key: Callable[[SceneObject], str]) -> list[SceneObject]:
@@ -74,7 +97,9 @@ def _unique(scene: Scene, key: Callable[[SceneObject], str]) -> list[SceneObject
     return [item for item, own in zip(scene.objects, keys, strict=True) if keys.count(own) == 1]
 
 
-def _absent(scene: Scene, rng: random.Random, key: Callable[[SceneObject], str], make: Callable[[], str]) -> str:
+def _absent(
+    scene: Scene, rng: random.Random, key: Callable[[SceneObject], str], make: Callable[[], str]
+) -> str:
     present = {key(item) for item in scene.objects}
     while True:
         name = make()
@@ -87,7 +112,9 @@ def _any_name(rng: random.Random) -> str:
 
 
 def _colour(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
-    key = (lambda o: o.name) if rng.random() < 0.6 else (lambda o: _name(o, size=True, colour=False))
+    key = (
+        (lambda o: o.name) if rng.random() < 0.6 else (lambda o: _name(o, size=True, colour=False))
+    )
     found = _unique(scene, key)
     if rng.random() < 0.1:
         name = _absent(scene, rng, lambda o: o.name, lambda: _any_name(rng))
@@ -99,7 +126,13 @@ def _colour(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
     else:
         return None
     word = rng.choice(("colour", "color"))
-    return rng.choice((f"what {word} is the {name} ?", f"which {word} does the {name} have ?")), answer
+    return rng.choice(
+        (
+            f"what {word} is the {name} ?",
+            f"what is the {word} of the {name} ?",
+            f"which {word} does the {name} have ?",
+        )
+    ), answer
 
 
 def _where(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
@@ -113,7 +146,13 @@ def _where(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
         answer = f"the {name} is at the {item.place} ."
     else:
         return None
-    return rng.choice((f"where is the {name} ?", f"where can you see the {name} ?")), answer
+    return rng.choice(
+        (
+            f"where is the {name} ?",
+            f"where can you see the {name} ?",
+            f"where do you see the {name} ?",
+        )
+    ), answer
 
 
 def _cell(scene: Scene, rng: random.Random) -> tuple[str, str]:
@@ -121,7 +160,13 @@ def _cell(scene: Scene, rng: random.Random) -> tuple[str, str]:
     place = CELL_NAMES[cell]
     here = [item for item in scene.objects if item.cell == cell]
     what = f"a {_name(here[0], size=True)}" if here else "nothing"
-    return rng.choice((f"what is at the {place} ?", f"what do you see at the {place} ?")), f"{what} is at the {place} ."
+    return rng.choice(
+        (
+            f"what is at the {place} ?",
+            f"what is in the {place} ?",
+            f"what do you see at the {place} ?",
+        )
+    ), f"{what} is at the {place} ."
 
 
 def _digit(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
@@ -130,9 +175,17 @@ def _digit(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
         return None
     item = rng.choice(digits)
     if len(digits) == 1 and rng.random() < 0.4:
-        question = rng.choice(("which digit is in the picture ?", "what number do you see ?"))
+        question = rng.choice(
+            (
+                "which digit is in the picture ?",
+                "what number do you see ?",
+                "which digit do you see ?",
+            )
+        )
         return question, f"the digit is {item.name} ."
-    question = rng.choice((f"which digit is at the {item.place} ?", f"what number is at the {item.place} ?"))
+    question = rng.choice(
+        (f"which digit is at the {item.place} ?", f"what number is at the {item.place} ?")
+    )
     return question, f"the digit at the {item.place} is {item.name} ."
 
 
@@ -143,13 +196,21 @@ def _count(scene: Scene, rng: random.Random) -> tuple[str, str]:
     elif pick < 0.55:
         noun, number = "digit", sum(item.is_digit for item in scene.objects)
     elif pick < 0.8:
-        colour = rng.choice(scene.objects).colour if rng.random() < 0.7 else rng.choice(list(COLOURS))
+        colour = (
+            rng.choice(scene.objects).colour if rng.random() < 0.7 else rng.choice(list(COLOURS))
+        )
         noun, number = f"{colour} object", sum(item.colour == colour for item in scene.objects)
     else:
         shape = rng.choice(SHAPES)
         noun, number = shape, sum(item.name == shape for item in scene.objects)
     plural = _plural(noun)
-    question = rng.choice((f"how many {plural} are there ?", f"how many {plural} do you see ?"))
+    question = rng.choice(
+        (
+            f"how many {plural} are there ?",
+            f"how many {plural} do you see ?",
+            f"how many {plural} are in the picture ?",
+        )
+    )
     verb, form = ("is", noun) if number == 1 else ("are", plural)
     return question, f"there {verb} {_NUMBERS[number]} {form} ."
 
@@ -165,7 +226,14 @@ def _exists(scene: Scene, rng: random.Random) -> tuple[str, str]:
     else:
         name = _near_miss(scene, rng)
         answer = f"no , there is no {name} ."
-    return rng.choice((f"is there a {name} ?", f"do you see a {name} ?")), answer
+    return rng.choice(
+        (
+            f"is there a {name} ?",
+            f"do you see a {name} ?",
+            f"is there a {name} in the picture ?",
+            f"can you see a {name} ?",
+        )
+    ), answer
 
 
 def _near_miss(scene: Scene, rng: random.Random) -> str:
@@ -202,7 +270,10 @@ KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {
     "exists": _exists,
     "choice": _choice,
 }
-"""Kinds of questions about scenes. A picture that is no scene is asked any of them, as kind `"photo"`."""
+"""Kinds of questions about scenes.
+
+A picture that is no scene is asked any of them, as kind `"photo"`.
+"""
 
 
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
@@ -215,10 +286,11 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
     """
     if kind == "photo":
         other = generate_scene(rng.randrange(10**6), scene.split, photo_share=0.0)
-        asked = KINDS[rng.choice(list(KINDS))](other, rng) or _describe(other, rng)
-        return SceneSample(asked[0], REFUSAL, kind, scene)
+        form = rng.choice(list(KINDS))
+        asked = KINDS[form](other, rng)
+        return None if asked is None else SceneSample(asked[0], REFUSAL, kind, form, scene)
     made = KINDS[kind](scene, rng)
-    return None if made is None else SceneSample(*made, kind, scene)
+    return None if made is None else SceneSample(*made, kind, kind, scene)
 
 
 def scene_samples(seed: int, split: Split) -> list[SceneSample]:

@@ -14,7 +14,15 @@ from tqdm import tqdm
 from dlm_decode.eval.scene_questions import vocabulary
 from dlm_decode.eval.scenes import COLOURS, IMAGE_SIZE, SHAPES, SIZES, Scene, Split, generate_scene
 
-__all__ = ["GRID", "PATCH_SIZE", "ScenePool", "SPECIAL_TOKENS", "build_pool", "build_tokenizer", "pixels_of"]
+__all__ = [
+    "GRID",
+    "PATCH_SIZE",
+    "SPECIAL_TOKENS",
+    "ScenePool",
+    "build_pool",
+    "build_tokenizer",
+    "pixels_of",
+]
 
 PATCH_SIZE = 8
 GRID = IMAGE_SIZE // PATCH_SIZE
@@ -30,7 +38,8 @@ SPECIAL_TOKENS = (
 )
 CHAT_TEMPLATE = (
     "{{ '<|startoftext|>' }}{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' }}"
     "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
 )
 
@@ -42,7 +51,8 @@ class ScenePool:
     Attributes:
         scenes: without their pictures' identity: what is in them.
         images: `(n, 96, 96, 3)` uint8.
-        names: `(n, 144)` what each patch shows: index into `NAMES`, `len(NAMES)` for background, one more for a texture.
+        names: `(n, 144)` what each patch shows: index into `NAMES`, `len(NAMES)` for background,
+            one more for a texture.
         colours: `(n, 144)` index into `COLOURS`, `len(COLOURS)` for none.
         sizes: `(n, 144)` index into `SIZES`, then a digit, then none.
         is_anchor: `(n, 144)` bool, the patch in which an object's centre lies; one per object.
@@ -58,9 +68,22 @@ class ScenePool:
     def __len__(self) -> int:
         return len(self.scenes)
 
+    def joined(self, other: ScenePool) -> ScenePool:
+        """Both pools in one."""
+        arrays = ("images", "names", "colours", "sizes", "is_anchor")
+        return ScenePool(
+            [*self.scenes, *other.scenes],
+            *(np.concatenate([getattr(self, name), getattr(other, name)]) for name in arrays),
+        )
+
 
 def build_pool(
-    count: int, split: Split, first_seed: int = 0, *, photo_share: float = 0.06, is_dense: bool = False
+    count: int,
+    split: Split,
+    first_seed: int = 0,
+    *,
+    photo_share: float = 0.06,
+    is_dense: bool = False,
 ) -> ScenePool:
     """Renders scenes `first_seed` to `first_seed + count - 1` of a split, with labels per patch."""
     num_patches = GRID * GRID
@@ -71,7 +94,9 @@ def build_pool(
     is_anchor = np.zeros((count, num_patches), dtype=bool)
     scenes = []
     for index in tqdm(range(count), desc=f"{split} scenes", mininterval=5):
-        scene = generate_scene(first_seed + index, split, photo_share=photo_share, is_dense=is_dense)
+        scene = generate_scene(
+            first_seed + index, split, photo_share=photo_share, is_dense=is_dense
+        )
         images[index] = np.asarray(scene.image)
         if scene.is_photo:
             names[index] = len(NAMES) + 1
@@ -105,16 +130,25 @@ def pixels_of(images: np.ndarray) -> Tensor:
 
 
 def build_tokenizer(folder: Path) -> None:
-    """Writes a word-level tokenizer with LLaDA's special tokens and a chat template without a system prompt."""
+    """Writes a word-level tokenizer with LLaDA's special tokens.
+
+    Its chat template has no system prompt.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = [*SPECIAL_TOKENS, "\n", "\n\n", "user", "assistant", *vocabulary()]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Lowercase(), normalizers.Replace("centre", "center")]
+    )
     pattern = Regex(r"\n\n|\n|[a-z]+|[0-9]|[^\sa-z0-9]")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|startoftext|>",

@@ -1,8 +1,10 @@
-"""Stages B and C: the language model learns to answer, first from few visual tokens, then from all of them.
+"""Stages B and C: the language model learns to answer.
 
-Loss: LLaDA's masked cross-entropy (arXiv 2502.09992, supervised fine-tuning) over a response of fixed length, padded with
-the end-of-sequence token. Words that carry the answer weigh more, padding weighs less, and a share of the samples is fully
-masked, because decoding starts there.
+It sees few visual tokens first, then all of them.
+
+Loss: LLaDA's masked cross-entropy (arXiv 2502.09992, supervised fine-tuning) over a response of
+fixed length, padded with the end-of-sequence token. Words that carry the answer weigh more, padding
+weighs less, and a share of the samples is fully masked, because decoding starts there.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class Stage:
         steps: optimizer steps.
         batch: questions per step.
         rate: peak learning rate.
-        background: background patches shown per picture; `None` shows every patch.
-        patches: patches shown per object; `None` with `background=None`.
+        patches: patches shown for the objects, their anchors first; `None` shows every patch.
+        background: further patches shown, drawn from what is left.
         final_rate: rate at the end, as a share of `rate`.
     """
 
@@ -61,8 +63,8 @@ class Stage:
     steps: int
     batch: int
     rate: float
-    background: int | None
-    patches: int | None
+    patches: int | None = None
+    background: int = 0
     final_rate: float = 0.1
 
 
@@ -72,17 +74,24 @@ class Reader(nn.Module):
     def __init__(self, vocab_size: int, vision_width: int) -> None:
         super().__init__()
         width = int(LANGUAGE_CONFIG["hidden_size"])
-        self.projector = nn.Sequential(nn.Linear(vision_width, width), nn.GELU(), nn.Linear(width, width))
+        self.projector = nn.Sequential(
+            nn.Linear(vision_width, width), nn.GELU(), nn.Linear(width, width)
+        )
         self.newline = nn.Parameter(torch.randn(width) * 0.02)
         self.language = LLaDAModelLM(LLaDAConfig(**LANGUAGE_CONFIG, vocab_size=vocab_size))
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, is_real: Tensor, features: Tensor, visual_index: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        is_real: Tensor,
+        features: Tensor,
+        visual_index: Tensor,
     ) -> Tensor:
-        """States `(B, 32, D)` of the response.
+        """States `(B, v + n, D)`.
 
         Args:
-            tokens: `(B, n)` text ids; the last 32 are the response.
+            tokens: `(B, n)` text ids, the response last.
             positions: `(B, n)` rotary positions of the text.
             is_real: `(B, v + n)` bool, over visual tokens and text.
             features: `(B, v - 1, d)` tower features; a newline vector is put behind them.
@@ -92,8 +101,7 @@ class Reader(nn.Module):
         newline = self.newline.expand(len(tokens), 1, -1)
         embeds = torch.cat([self.projector(features), newline, text], dim=1)
         order = torch.cat([visual_index, positions], dim=1)
-        mask = None if bool(is_real.all()) else is_real
-        return self.language.hidden_states(embeds, order, mask)[:, -CANVAS:]
+        return self.language.hidden_states(embeds, order, is_real)
 
 
 class Encoder:
@@ -112,47 +120,48 @@ class Encoder:
         tail = "<|eot_id|> <|start_header_id|> assistant <|end_header_id|> \n\n"
         self.tail = [self.ids[word] for word in tail.split(" ")]
         self.newline = self.ids["\n"]
-        self.weights = torch.ones(len(self.ids))
+        self.weights = torch.full((len(self.ids),), 0.5)
         for word, index in self.ids.items():
             if word in _CONTENT:
                 self.weights[index] = 3.0
-        self.weights[self.pad] = 0.1
-        self.weights[: len(SPECIAL_TOKENS)] = 0.1
-        self.weights[self.ids["."]] = 1.0
+        self.weights[: len(SPECIAL_TOKENS)] = 0.05
 
     def words(self, text: str) -> list[int]:
         """Ids of a text whose tokens are separated by spaces."""
         return [self.ids[word] for word in text.split()]
 
-    def batch(self, samples: list[SceneSample], has_image: np.ndarray) -> dict[str, Tensor]:
+    def batch(self, samples: list[SceneSample], gap: np.ndarray) -> dict[str, Tensor]:
         """Text ids, positions and the response of a batch; the prompt is padded on the left.
 
         Args:
             samples: B questions.
-            has_image: `(B,)` bool; without an image no visual positions are counted.
+            gap: `(B,)` rotary positions left free for visual tokens.
 
         Returns:
             `prompt (B, n)`, `positions (B, n + 32)`, `is_real (B, n + 32)`, `response (B, 32)`.
         """
-        rows = []
-        for sample in samples:
-            rows.append([self.newline, *self.words(sample.question), *self.tail])
+        rows = [[self.newline, *self.words(sample.question), *self.tail] for sample in samples]
         longest = max(map(len, rows))
-        size = (len(rows), len(self.head) + longest)
-        prompt, response = torch.full(size, self.pad), torch.full((len(rows), CANVAS), self.pad)
-        positions = torch.zeros(len(rows), size[1] + CANVAS, dtype=torch.long)
-        is_real = torch.zeros(len(rows), size[1] + CANVAS, dtype=torch.bool)
+        num_head, num_prompt = len(self.head), len(self.head) + longest
+        prompt = np.full((len(rows), num_prompt), self.pad)
+        response = np.full((len(rows), CANVAS), self.pad)
+        positions = np.zeros((len(rows), num_prompt + CANVAS), dtype=np.int64)
+        is_real = np.zeros((len(rows), num_prompt + CANVAS), dtype=bool)
         for row, (ids, sample) in enumerate(zip(rows, samples, strict=True)):
-            start = size[1] - len(ids) - len(self.head)
-            prompt[row, start:] = torch.tensor([*self.head, *ids])
+            start = longest - len(ids)
+            prompt[row, start:] = [*self.head, *ids]
             answer = self.words(sample.answer)
-            response[row, : len(answer)] = torch.tensor(answer)
-            gap = _NUM_VISUAL if has_image[row] else 0
-            after = torch.arange(len(ids) + CANVAS) + len(self.head) + gap
-            positions[row, start : start + len(self.head)] = torch.arange(len(self.head))
-            positions[row, start + len(self.head) :] = after
+            response[row, : len(answer)] = answer
+            positions[row, start : start + num_head] = np.arange(num_head)
+            positions[row, start + num_head :] = np.arange(len(ids) + CANVAS) + num_head + gap[row]
             is_real[row, start:] = True
-        return {"prompt": prompt, "positions": positions, "is_real": is_real, "response": response}
+        arrays = {
+            "prompt": prompt,
+            "positions": positions,
+            "is_real": is_real,
+            "response": response,
+        }
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 class Drawer:
@@ -166,7 +175,11 @@ class Drawer:
     """
 
     def __init__(
-        self, pool: ScenePool, features: np.ndarray, encoder: Encoder, kind_weights: dict[str, float] | None = None
+        self,
+        pool: ScenePool,
+        features: np.ndarray,
+        encoder: Encoder,
+        kind_weights: dict[str, float] | None = None,
     ) -> None:
         self.pool, self.features, self.encoder = pool, features, encoder
         weights = kind_weights or {}
@@ -174,7 +187,7 @@ class Drawer:
         self.kind_weights = [weights.get(kind, 1.0) for kind in self.kinds]
 
     def samples(self, rng: random.Random, count: int) -> tuple[list[SceneSample], np.ndarray]:
-        """`count` questions and the indices of their scenes; several questions may share a scene."""
+        """`count` questions and the indices of their scenes; several may share a scene."""
         samples, rows = [], []
         while len(samples) < count:
             row = rng.randrange(len(self.pool))
@@ -189,49 +202,62 @@ class Drawer:
     def visual(
         self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Features `(B, v - 1, d)`, rotary positions `(B, v)` and which are real, as the stage shows them."""
-        start = len(self.encoder.head)
-        if stage.background is None or stage.patches is None:
+        """Visual tokens as the stage shows them.
+
+        Returns:
+            Features `(B, v - 1, d)`, rotary positions `(B, v)`, and which are real `(B, v)`.
+        """
+        if stage.patches is None:
             index = np.broadcast_to(np.arange(_NUM_PATCHES), (len(rows), _NUM_PATCHES))
-            is_shown = np.ones(index.shape, dtype=bool)
         else:
-            width = 5 * stage.patches + stage.background
-            index = np.zeros((len(rows), width), dtype=np.int64)
-            is_shown = np.zeros((len(rows), width), dtype=bool)
-            for place, row in enumerate(rows):
-                chosen = self._choose(row, stage, numbers)[:width]
-                index[place, : len(chosen)] = chosen
-                is_shown[place, : len(chosen)] = True
+            # Anchors first, then other patches of objects, then background; in random order
+            # within each.
+            order = numbers.random((len(rows), _NUM_PATCHES))
+            order -= self.pool.is_anchor[rows] + (self.pool.names[rows] < len(NAMES)).astype(float)
+            few = np.argpartition(order, stage.patches, axis=1)[:, : stage.patches]
+            order = numbers.random(order.shape)
+            np.put_along_axis(order, few, 2.0, axis=1)
+            rest = np.argpartition(order, stage.background, axis=1)[:, : stage.background]
+            index = np.sort(np.concatenate([few, rest], axis=1), axis=1)
         features = torch.from_numpy(self.features[rows[:, None], index]).float()
         ends = np.full((len(rows), 1), _NUM_PATCHES)
-        positions = torch.from_numpy(np.concatenate([index, ends], axis=1)) + start
-        is_real = np.concatenate([is_shown, np.ones((len(rows), 1), dtype=bool)], axis=1) & has_image[:, None]
-        return features, positions, torch.from_numpy(is_real)
+        positions = torch.from_numpy(np.concatenate([index, ends], axis=1)) + len(self.encoder.head)
+        is_real = torch.from_numpy(np.repeat(has_image[:, None], positions.shape[1], axis=1))
+        return features, positions, is_real
 
-    def _choose(self, row: int, stage: Stage, numbers: np.random.Generator) -> np.ndarray:
-        names = self.pool.names[row]
-        chosen = []
-        for item in self.pool.scenes[row].objects:
-            down, right = divmod(item.cell, 3)
-            cells = np.arange(_NUM_PATCHES).reshape(GRID, GRID)
-            cells = cells[down * 4 : down * 4 + 4, right * 4 : right * 4 + 4].ravel()
-            inside = cells[names[cells] < len(NAMES)]
-            chosen.append(numbers.permutation(inside)[: stage.patches])
-        others = np.flatnonzero(names >= len(NAMES))
-        chosen.append(numbers.choice(others, size=min(len(others), stage.background or 0), replace=False))
-        return np.sort(np.concatenate(chosen))
+    def batches(self, stage: Stage, seed: int, step: int) -> list[dict[str, Tensor]]:
+        """Everything that a training step needs, a function of `(seed, stage, step)`.
 
-    def batch(self, stage: Stage, seed: int, step: int) -> dict[str, Tensor]:
-        """Everything that a training step needs, a function of `(seed, stage, step)`."""
+        Long questions are put apart, to waste less on padding. Every response is shown at full
+        length: with fewer positions for short answers, their number gives the kind of answer away,
+        and the question is not read.
+        """
         rng = random.Random(f"{seed}/{stage.name}/{step}")
         numbers = np.random.default_rng(rng.getrandbits(64))
         samples, rows = self.samples(rng, stage.batch)
-        has_image = numbers.random(len(rows)) >= 0.05
-        text = self.encoder.batch(samples, has_image)
+        is_choice = np.array([sample.form == "choice" for sample in samples])
+        return [
+            self._group([samples[place] for place in places], rows[places], stage, numbers)
+            for places in (np.flatnonzero(~is_choice), np.flatnonzero(is_choice))
+            if len(places)
+        ]
+
+    def _group(
+        self,
+        samples: list[SceneSample],
+        rows: np.ndarray,
+        stage: Stage,
+        numbers: np.random.Generator,
+    ) -> dict[str, Tensor]:
+        has_image = numbers.random(len(rows)) >= 0.06
+        gap = np.where(has_image | (numbers.random(len(rows)) < 0.5), _NUM_VISUAL, 0)
+        text = self.encoder.batch(samples, gap)
         features, visual_positions, visual_real = self.visual(rows, stage, has_image, numbers)
         ratio = torch.from_numpy(numbers.random((len(rows), 1)))
         is_full = torch.from_numpy(numbers.random((len(rows), 1)) < 0.3)
-        is_masked = torch.from_numpy(numbers.random((len(rows), CANVAS))) < torch.where(is_full, 1.0, ratio)
+        is_masked = torch.from_numpy(numbers.random(text["response"].shape)) < torch.where(
+            is_full, 1.0, ratio
+        )
         noisy = torch.where(is_masked, self.encoder.mask, text["response"])
         return {
             "tokens": torch.cat([text["prompt"], noisy], dim=1),
@@ -247,13 +273,17 @@ class Drawer:
 _INPUTS = ("tokens", "positions", "is_real", "features", "visual_index")
 
 
-def _step_loss(reader: Reader, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
-    states = reader(*(batch[name] for name in _INPUTS))
-    where = batch["is_masked"].nonzero(as_tuple=True)
-    targets = batch["response"][where]
-    losses = functional.cross_entropy(reader.language.logits(states[where]), targets, reduction="none")
-    weight = weights[targets]
-    return (losses * weight).sum() / weight.sum().clamp_min(1e-6)
+def _step_loss(reader: Reader, batches: list[dict[str, Tensor]], weights: Tensor) -> Tensor:
+    losses, total = [], torch.zeros(())
+    for batch in batches:
+        states = reader(*(batch[name] for name in _INPUTS))[:, -batch["response"].shape[1] :]
+        where = batch["is_masked"].nonzero(as_tuple=True)
+        targets = batch["response"][where]
+        scores = reader.language.logits(states[where])
+        weight = weights[targets]
+        losses.append((functional.cross_entropy(scores, targets, reduction="none") * weight).sum())
+        total += weight.sum()
+    return torch.stack(losses).sum() / total.clamp_min(1e-6)
 
 
 @torch.no_grad()
@@ -267,18 +297,23 @@ def greedy_answers(
     has_image: bool = True,
     per_step: int = 2,
 ) -> list[str]:
-    """Answers by low-confidence decoding, `per_step` positions at a time; a quick check during training."""
+    """Answers by low-confidence decoding, `per_step` positions at a time.
+
+    A quick check during training.
+    """
     encoder, answers = drawer.encoder, []
     for start in range(0, len(samples), 64):
         part, part_rows = samples[start : start + 64], rows[start : start + 64]
         seen = np.full(len(part), has_image)
-        text = encoder.batch(part, seen)
+        text = encoder.batch(part, np.full(len(part), _NUM_VISUAL if has_image else 0))
         visual = drawer.visual(part_rows, stage, seen, np.random.default_rng(0))
         response = torch.full((len(part), CANVAS), encoder.mask)
         is_real = torch.cat([visual[2], text["is_real"]], dim=1)
         while bool((response == encoder.mask).any()):
             tokens = torch.cat([text["prompt"], response], dim=1)
-            logits = reader.language.logits(reader(tokens, text["positions"], is_real, visual[0], visual[1]))
+            logits = reader.language.logits(
+                reader(tokens, text["positions"], is_real, *visual[:2])[:, -CANVAS:]
+            )
             logits[..., encoder.mask] = float("-inf")
             confidence, token = logits.softmax(-1).max(-1)
             confidence[response != encoder.mask] = -1
@@ -297,35 +332,51 @@ def train_language(
     vocab_size: int,
     seed: int = 0,
     evaluate_every: int = 500,
+    start: dict[str, Tensor] | None = None,
 ) -> Reader:
-    """Runs the stages in order; saves to `folder/language.pt` at every evaluation and resumes from it.
+    """Runs the stages in order.
 
-    Batches are a function of the step, so a run that was killed and resumed ends with the same weights. Held-out
-    accuracies by kind are appended to `folder/log.jsonl`.
+    State is saved to `folder/language.pt` at every evaluation, and a run resumes from it. Batches
+    are a function of the step, so a run that was killed and resumed ends with the same weights.
+    Held-out accuracies by kind are appended to `folder/log.jsonl`.
+
+    Args:
+        drawer: training questions.
+        heldout: measured at each evaluation.
+        stages: the curriculum.
+        folder: checkpoint and log.
+        vocab_size: of the tokenizer.
+        seed: of weights and batches.
+        evaluate_every: steps between two evaluations.
+        start: weights of a `Reader` to begin with; fresh ones otherwise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "language.pt"
     torch.manual_seed(seed)
     reader = Reader(vocab_size, drawer.features.shape[-1])
+    if start is not None:
+        reader.load_state_dict(start)
     saved = torch.load(path, weights_only=True) if path.exists() else None
     if saved:
         reader.load_state_dict(saved["model"])
     for number, stage in enumerate(stages):
         if saved and saved["stage"] > number:
             continue
-        optimizer = torch.optim.AdamW(reader.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02)
+        optimizer = torch.optim.AdamW(
+            reader.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02
+        )
         first = 0
         if saved and saved["stage"] == number:
             optimizer.load_state_dict(saved["optimizer"])
             first = saved["step"]
         began, total = time.time(), 0.0
         for step in range(first, stage.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = _rate(stage, step)
-            loss = _step_loss(reader, drawer.batch(stage, seed, step), drawer.encoder.weights)
-            optimizer.zero_grad(set_to_none=True)
+            loss = _step_loss(reader, drawer.batches(stage, seed, step), drawer.encoder.weights)
+            reader.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = _rate(stage, step)
             optimizer.step()
             total += loss.item()
             if (step + 1) % evaluate_every == 0 or step + 1 == stage.steps:
@@ -343,7 +394,11 @@ def train_language(
                 }
                 with (folder / "log.jsonl").open("a") as file:
                     file.write(json.dumps(entry) + "\n")
-                print(stage.name, {key: entry[key] for key in ("step", "seconds", "loss", "heldout")}, flush=True)
+                print(
+                    stage.name,
+                    {key: entry[key] for key in ("step", "seconds", "loss", "heldout")},
+                    flush=True,
+                )
         saved = None
     return reader
 
@@ -353,7 +408,11 @@ def _rate(stage: Stage, step: int) -> float:
     warm = max(1, int(0.03 * stage.steps))
     progress = min(1.0, max(0, step - warm) / max(1, stage.steps - warm))
     cosine = 0.5 * (1 + np.cos(np.pi * progress))
-    return float(stage.rate * min(1.0, (step + 1) / warm) * (stage.final_rate + (1 - stage.final_rate) * cosine))
+    return float(
+        stage.rate
+        * min(1.0, (step + 1) / warm)
+        * (stage.final_rate + (1 - stage.final_rate) * cosine)
+    )
 
 
 def _evaluate(reader: Reader, heldout: Drawer, stage: Stage, count: int = 400) -> dict[str, float]:
@@ -365,4 +424,7 @@ def _evaluate(reader: Reader, heldout: Drawer, stage: Stage, count: int = 400) -
     for sample, answer in zip(samples, answers, strict=True):
         by_kind.setdefault(sample.kind, []).append(score(sample, answer))
     shares = {kind: round(float(np.mean(hits)), 3) for kind, hits in sorted(by_kind.items())}
-    return {"all": round(float(np.mean([hit for hits in by_kind.values() for hit in hits])), 3), **shares}
+    return {
+        "all": round(float(np.mean([hit for hits in by_kind.values() for hit in hits])), 3),
+        **shares,
+    }

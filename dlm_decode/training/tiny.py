@@ -1,4 +1,7 @@
-"""`dlm-decode train-tiny`: scenes, tower, language model, and a folder in LLaDA-V's checkpoint format."""
+"""`dlm-decode train-tiny`: makes scenes, trains the tower and then the language model on them.
+
+The result is a folder in LLaDA-V's checkpoint format.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,79 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.training.data import build_pool, build_tokenizer
-from dlm_decode.training.language import CANVAS, LANGUAGE_CONFIG, Drawer, Encoder, Reader, Stage, train_language
+from dlm_decode.training.language import (
+    CANVAS,
+    LANGUAGE_CONFIG,
+    Drawer,
+    Encoder,
+    Reader,
+    Stage,
+    train_language,
+)
 from dlm_decode.training.tower import VISION_CONFIG, PatchReader, encode_pool, train_tower
 
 __all__ = ["add_arguments", "export", "run"]
 
-_HELDOUT_SCENES = 300
-KIND_WEIGHTS = {"describe": 1.0, "colour": 1.5, "where": 1.2, "cell": 1.0, "digit": 0.8, "count": 2.0, "exists": 1.5}
+HELDOUT_SCENES = 400
+_TOWER_PREFIX = "model.vision_tower.vision_tower.vision_model."
+KIND_WEIGHTS = {
+    "describe": 1.0,
+    "colour": 1.5,
+    "where": 1.2,
+    "cell": 1.0,
+    "digit": 0.8,
+    "count": 2.0,
+    "exists": 1.5,
+}
 KIND_WEIGHTS["choice"] = 2.5
 
 
 def stages(scale: float) -> list[Stage]:
     """The curriculum, with every stage's steps multiplied by `scale`.
 
-    Few visual tokens make the first stages about three times as cheap per question as the last; what they teach (binding
-    of name, colour and place, counting, option lookup) carries over.
+    Few visual tokens make the first stages about three times as cheap per question as the last;
+    what they teach (binding of name, colour and place, counting, option lookup) carries over.
     """
     plan = (
-        Stage("few", 4200, 128, 2e-3, background=4, patches=2, final_rate=0.5),
-        Stage("some", 600, 96, 1e-3, background=30, patches=6, final_rate=0.5),
-        Stage("all", 1500, 64, 8e-4, background=None, patches=None, final_rate=0.02),
+        Stage("few", 1700, 128, 2e-3, patches=8, background=6, final_rate=0.2),
+        Stage("all", 600, 64, 8e-4, final_rate=0.02),
     )
     return [Stage(**{**vars(stage), "steps": max(1, round(stage.steps * scale))}) for stage in plan]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `dlm-decode train-tiny`."""
-    parser.add_argument("--output", type=Path, required=True, help="folder of the finished checkpoint")
-    parser.add_argument("--work", type=Path, help="folder for intermediate state; a run resumes from it (default OUTPUT.work)")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder of the finished checkpoint"
+    )
+    parser.add_argument(
+        "--work",
+        type=Path,
+        help="folder for intermediate state; a run resumes from it (default OUTPUT.work)",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scenes", type=int, default=40_000, help="training scenes (default 40000)")
-    parser.add_argument("--tower-steps", type=int, default=1800)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the language-model steps (default 1)")
+    parser.add_argument(
+        "--start",
+        type=Path,
+        help="exported folder to continue from, tower included (default: anew)",
+    )
+    parser.add_argument(
+        "--scenes", type=int, default=30_000, help="training scenes (default 30000)"
+    )
+    parser.add_argument(
+        "--dense-scenes",
+        type=int,
+        default=30_000,
+        help="full scenes for the tower only (default 30000)",
+    )
+    parser.add_argument("--tower-steps", type=int, default=2000)
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="multiplies the language-model steps (default 1)"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads")
 
 
@@ -64,8 +104,19 @@ def run(args: argparse.Namespace) -> int:
     tokenizer_folder = work / "tokenizer"
     build_tokenizer(tokenizer_folder)
     pool = build_pool(args.scenes, "train")
-    heldout = build_pool(_HELDOUT_SCENES, "heldout")
-    tower = train_tower(pool, heldout, work / "tower.pt", steps=args.tower_steps, seed=args.seed)
+    seen = (
+        pool.joined(build_pool(args.dense_scenes, "train", is_dense=True))
+        if args.dense_scenes
+        else pool
+    )
+    heldout = build_pool(HELDOUT_SCENES, "heldout")
+    if args.start is None:
+        start = None
+        tower = train_tower(
+            seen, heldout, work / "tower.pt", steps=args.tower_steps, seed=args.seed
+        )
+    else:
+        tower, start = _from_export(args.start)
     encoder = _encoder(tokenizer_folder)
     reader = train_language(
         Drawer(pool, _features(work / "features.npy", tower, pool), encoder, KIND_WEIGHTS),
@@ -74,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
         work,
         vocab_size=len(encoder.ids),
         seed=args.seed,
+        start=start,
     )
     export(args.output, tower, reader, tokenizer_folder)
     print(f"wrote {args.output}")
@@ -86,6 +138,26 @@ def _features(path: Path, tower: PatchReader, pool: Any) -> np.ndarray:
     return np.load(path, mmap_mode="r")
 
 
+def _from_export(folder: Path) -> tuple[PatchReader, dict[str, torch.Tensor]]:
+    """The tower and the weights of a `Reader` in an exported folder.
+
+    Raises:
+        InvalidInputError: no such folder.
+    """
+    path = folder / "model.safetensors"
+    if not path.exists():
+        raise InvalidInputError(f"--start {str(folder)!r} holds no model.safetensors.")
+    state = {key: value.float() for key, value in load_file(path).items()}
+    tower = PatchReader()
+    keys = {key: _TOWER_PREFIX + key for key in tower.tower.state_dict()}
+    tower.tower.load_state_dict({key: state.pop(name) for key, name in keys.items()})
+    names = {"model.image_newline": "newline"}
+    names |= {
+        key: key.replace("model.mm_projector", "projector") for key in state if "mm_proj" in key
+    }
+    return tower, {names.get(key, f"language.{key}"): value for key, value in state.items()}
+
+
 def _encoder(folder: Path) -> Encoder:
     from transformers import PreTrainedTokenizerFast
 
@@ -93,7 +165,9 @@ def _encoder(folder: Path) -> Encoder:
 
 
 def export(folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: Path) -> None:
-    """Writes config, float16 weights under the official key names, tokenizer and generation defaults.
+    """Writes config, weights, tokenizer and generation defaults.
+
+    Weights are float16, under the official key names.
 
     Args:
         folder: made if missing.
@@ -102,12 +176,17 @@ def export(folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: P
         tokenizer_folder: copied from.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    prefix = "model.vision_tower.vision_tower.vision_model."
-    state = {prefix + key: value for key, value in tower.tower.state_dict().items()}
-    state |= {f"model.mm_projector.{key}": value for key, value in reader.projector.state_dict().items()}
+    state = {_TOWER_PREFIX + key: value for key, value in tower.tower.state_dict().items()}
+    state |= {
+        f"model.mm_projector.{key}": value for key, value in reader.projector.state_dict().items()
+    }
     state["model.image_newline"] = reader.newline.detach()
     state |= reader.language.state_dict()
-    save_file({key: value.half().contiguous() for key, value in state.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {key: value.half().contiguous() for key, value in state.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (tokenizer_folder / file).exists():
             shutil.copy(tokenizer_folder / file, folder / file)
@@ -124,7 +203,10 @@ def export(folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: P
         "eos_token_id": ids["<|endoftext|>"],
         "pad_token_id": ids["<|endoftext|>"],
         "stop_token_ids": [ids["<|endoftext|>"], ids["<|eot_id|>"]],
-        "suppress_token_ids": [ids[name] for name in ("<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<unk>")],
+        "suppress_token_ids": [
+            ids[name]
+            for name in ("<|startoftext|>", "<|start_header_id|>", "<|end_header_id|>", "<unk>")
+        ],
         "mm_vision_tower": "tiny-siglip",
         "mm_hidden_size": VISION_CONFIG["hidden_size"],
         "mm_projector_type": "mlp2x_gelu",

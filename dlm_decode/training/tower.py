@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from dlm_decode.training.data import GRID, NAMES, ScenePool, pixels_of
 
 __all__ = ["VISION_CONFIG", "PatchReader", "encode_pool", "train_tower"]
 
-VISION_CONFIG = {
+VISION_CONFIG: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 256,
     "num_hidden_layers": 5,  # the last one is never used, as in LLaDA-V
@@ -28,7 +29,10 @@ _CELL = GRID // 3  # patches along a cell
 
 
 class PatchReader(nn.Module):
-    """The tower without its last layer, with linear heads for name, colour and size of each patch, anchors and cells."""
+    """The tower without its last layer, with linear heads on every patch.
+
+    The heads read name, colour and size, whether the patch is an anchor, and its cell.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,18 +57,26 @@ class PatchReader(nn.Module):
 
 
 def _targets(pool: ScenePool, rows: np.ndarray) -> list[Tensor]:
-    labels = [labels[rows] for labels in (pool.names, pool.colours, pool.sizes, pool.is_anchor.astype(np.int64))]
+    labels = [
+        labels[rows]
+        for labels in (pool.names, pool.colours, pool.sizes, pool.is_anchor.astype(np.int64))
+    ]
     cells = np.add.outer(np.arange(GRID) // _CELL * 3, np.arange(GRID) // _CELL).ravel()
     return [torch.from_numpy(array) for array in (*labels, np.tile(cells, (len(rows), 1)))]
 
 
 def _loss(logits: list[Tensor], targets: list[Tensor]) -> Tensor:
-    """Cross-entropy in which patches of things weigh as much as all background, and anchors four times as much."""
+    """Cross-entropy in which patches of things weigh as much as all background.
+
+    Among the things, an anchor weighs four times as much as another patch.
+    """
     is_thing = (targets[0] < len(NAMES)) * (1.0 + 3.0 * targets[3])
     is_empty = (targets[0] >= len(NAMES)).float()
     weight = is_thing / is_thing.sum().clamp_min(1) + is_empty / is_empty.sum().clamp_min(1)
     losses = [
-        functional.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(weight)
+        functional.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(
+            weight
+        )
         for scores, target in zip(logits, targets, strict=True)
     ]
     return sum(((loss * weight).sum() for loss in losses), torch.zeros(()))
@@ -72,14 +84,21 @@ def _loss(logits: list[Tensor], targets: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def accuracy(reader: PatchReader, pool: ScenePool, batch: int = 128) -> dict[str, float]:
-    """Share of objects whose anchor patch shows the right name, colour and size, of digits, and of patches told apart."""
-    hits: dict[str, list[np.ndarray]] = {name: [] for name in ("name", "colour", "size", "digit", "anchor")}
+    """Share of objects whose anchor patch shows the right name, colour and size.
+
+    Also the share of digits named rightly (`"digit"`), and of objects' patches that are told apart
+    rightly into anchors and others (`"anchor"`).
+    """
+    hits: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("name", "colour", "size", "digit", "anchor")
+    }
     for start in range(0, len(pool), batch):
         rows = np.arange(start, min(start + batch, len(pool)))
         targets = _targets(pool, rows)
         logits = reader(pixels_of(pool.images[rows]))
         name, colour, size, anchor, _ = (
-            (scores.argmax(-1) == target).numpy() for scores, target in zip(logits, targets, strict=True)
+            (scores.argmax(-1) == target).numpy()
+            for scores, target in zip(logits, targets, strict=True)
         )
         is_anchor = pool.is_anchor[rows]
         is_digit = is_anchor & (pool.names[rows] >= len(SHAPES))
@@ -105,8 +124,9 @@ def train_tower(
     seed: int = 0,
     batch: int = 64,
     rate: float = 2e-3,
+    save_every: int = 200,
 ) -> PatchReader:
-    """Trains for `steps`, saving to `path` every 200 steps and resuming from it.
+    """Trains for `steps`, saving to `path` every `save_every` steps and resuming from it.
 
     Args:
         pool: training scenes.
@@ -118,6 +138,7 @@ def train_tower(
         seed: of weights and batches.
         batch: scenes per step.
         rate: peak learning rate.
+        save_every: steps between two saves.
 
     Returns:
         The trained reader; a log line with held-out accuracies is printed at each save.
@@ -128,7 +149,9 @@ def train_tower(
         reader.load_state_dict(start.state_dict())
     optimizer = torch.optim.AdamW(reader.parameters(), lr=rate, weight_decay=0.02)
     cycle = schedule_steps or steps
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=cycle, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=cycle, pct_start=0.1
+    )
     first = 0
     if path.exists():
         saved = torch.load(path, weights_only=True)
@@ -145,7 +168,7 @@ def train_tower(
         nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if (step + 1) % 200 == 0 or step + 1 == steps:
+        if (step + 1) % save_every == 0 or step + 1 == steps:
             state = {
                 "model": reader.state_dict(),
                 "optimizer": optimizer.state_dict(),
@@ -154,7 +177,11 @@ def train_tower(
             }
             torch.save(state, path)
             seconds = time.time() - began
-            print(f"tower step {step + 1} loss {loss.item():.3f} {accuracy(reader, heldout)} {seconds:.0f} s", flush=True)
+            print(
+                f"tower step {step + 1} loss {loss.item():.3f} "
+                f"{accuracy(reader, heldout)} {seconds:.0f} s",
+                flush=True,
+            )
     return reader
 
 
