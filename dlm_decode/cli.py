@@ -290,16 +290,19 @@ def _demo(arguments: argparse.Namespace) -> int:
     folder = Path(dlm_decode.__file__).parent / "data" / "demo"
     options = _decoding_options(arguments)
     vlm = _load(arguments)
-    for entry in json.loads((folder / "demo.json").read_text(encoding="utf-8")):
-        print(f"{entry['image']}")
-        for question in entry["questions"]:
-            out = vlm.generate(question["prompt"], images=folder / entry["image"], **options)
-            flops = (out.cost.flops + out.cost.head_flops + out.cost.vision_flops) / 1e9
-            print(f"  {question['prompt']}\n    {out.text}")
-            print(
-                f"    expected: {question['answer']}   "
-                f"[{out.cost.num_forwards} forwards, {flops:.2f} GFLOPs]"
-            )
+    demo = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
+    shown = None
+    for entry in demo["examples"]:
+        if entry["image"] != shown:
+            shown = entry["image"]
+            print(shown)
+        out = vlm.generate(entry["prompt"], images=folder / shown, **options)
+        flops = (out.cost.flops + out.cost.head_flops + out.cost.vision_flops) / 1e9
+        print(f"  {entry['prompt']}\n    {out.text}")
+        print(
+            f"    expected: {entry['answer']}   "
+            f"[{out.cost.num_forwards} forwards, {flops:.2f} GFLOPs]"
+        )
     print(f"pictures: {folder}")
     return 0
 

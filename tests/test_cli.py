@@ -174,3 +174,10 @@ def test_evaluation(checkpoint, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["questions"] == 3
     assert report["settings"]["is_blind"] is True
+
+
+def test_demo_answers_about_three_pictures(capsys):
+    assert main(["demo", "--steps", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert sum(line.endswith(".png") for line in shown.splitlines()) == 3
+    assert shown.count("GFLOPs]") == shown.count("expected: ") >= 3
