@@ -291,7 +291,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     options = _decoding_options(arguments)
     vlm = _load(arguments)
     demo = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
-    shown = None
+    shown = ""
     for entry in demo["examples"]:
         if entry["image"] != shown:
             shown = entry["image"]

@@ -171,7 +171,7 @@ def _render(
     scale = _OVERSAMPLING
     level = rng.randrange(225, 256) if rng.random() < 0.7 else rng.randrange(20, 60)
     background = tuple(max(0, min(255, level + rng.randrange(-8, 9))) for _ in range(3))
-    canvas = Image.new("RGB", (IMAGE_SIZE * scale,) * 2, background)
+    canvas = Image.new("RGB", (IMAGE_SIZE * scale, IMAGE_SIZE * scale), background)
     boxes = []
     for item in objects:
         radius = 12.0 if item.is_digit else SIZES[item.size] * rng.uniform(0.92, 1.08)
@@ -210,8 +210,8 @@ def _paste_digit(
     ink = ink.resize((size, size), Image.Resampling.BICUBIC).rotate(
         angle, Image.Resampling.BILINEAR
     )
-    corner = tuple(round(part * _OVERSAMPLING - size / 2) for part in centre)
-    canvas.paste(Image.new("RGB", (size, size), colour), corner, ink)
+    left, top = (round(part * _OVERSAMPLING - size / 2) for part in centre)
+    canvas.paste(Image.new("RGB", (size, size), colour), (left, top), ink)
 
 
 def _draw_shape(
@@ -256,7 +256,7 @@ def _texture(rng: random.Random) -> Image.Image:
         if is_grey:
             noise[:] = noise.mean(axis=2, keepdims=True)
         layer = Image.fromarray((noise * 255).astype(np.uint8)).resize(
-            (IMAGE_SIZE,) * 2, Image.Resampling.BICUBIC
+            (IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BICUBIC
         )
         total += np.asarray(layer, dtype=np.float32) * numbers.uniform(0.2, 1.0) / np.sqrt(cells)
     total = (total - total.min()) / max(float(np.ptp(total)), 1e-6) * numbers.uniform(120, 255)

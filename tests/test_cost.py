@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from golden_models import fastdllm
@@ -31,7 +33,7 @@ def test_flops_equal_those_that_torch_counts():
 
 
 def test_vision_flops_equal_those_that_torch_counts(checkpoint):
-    vlm = dlm_decode.load(checkpoint)
+    vlm: Any = dlm_decode.load(checkpoint)
     vlm.model.model.vision_tower.vision_tower.vision_model.config._attn_implementation = "eager"
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         vlm.model.encode_tiles(torch.zeros(3, 3, 32, 32))

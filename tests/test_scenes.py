@@ -15,7 +15,7 @@ from dlm_decode.eval.scene_questions import (
 )
 from dlm_decode.eval.scenes import CELL_SIZE, _digits, generate_scene, split_of
 from dlm_decode.training.data import build_tokenizer
-from dlm_decode.training.language import CANVAS, LONGEST_SHORT
+from dlm_decode.training.language import CANVAS
 
 SPLITS = ("train", "heldout")
 
@@ -77,7 +77,7 @@ def test_texts_have_known_words_and_fit_the_canvas(samples, tokenizer):
             for text in (sample.question, sample.answer)
         )
         assert unknown not in question + answer
-        assert len(answer) <= (CANVAS if sample.form == "describe" else LONGEST_SHORT)
+        assert len(answer) <= CANVAS
 
 
 def test_natural_spelling_gives_the_same_ids(tokenizer):

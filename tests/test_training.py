@@ -59,7 +59,7 @@ def test_few_visual_tokens_hold_every_anchor_at_its_true_position(drawer):
     assert is_real.all()
     for row in rows:
         assert set(np.flatnonzero(drawer.pool.is_anchor[row])) <= set(shown[row])
-        assert len(set(shown[row])) == FEW.patches + FEW.background + 1
+        assert len(set(shown[row])) == 6 + 3 + 1
         assert shown[row, -1] == 144
 
 
@@ -167,6 +167,7 @@ def test_training_and_decoding_see_the_same_sequence(drawer, tmp_path):
         )
         ours = reader.language.logits(states[:, -CANVAS:])
         for row, sample in enumerate(samples):
+            assert vlm.processor is not None
             inputs = vlm.processor(
                 sample.question, [generate_scene(sample.scene.seed, "heldout").image]
             )
