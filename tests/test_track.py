@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 
@@ -92,14 +93,14 @@ def test_wandb_offline_run_can_be_read_back(vlm, tmp_path, monkeypatch):
 
 
 def _read_wandb(path):
-    """History, config and summary of a `.wandb` file."""
-    from wandb.proto import wandb_internal_pb2
-
+    """History, config and summary of a `.wandb` file, once wandb's service has written it out."""
+    deadline = time.monotonic() + 60
+    records = []
+    while not any(kind == "exit" for kind, _ in records) and time.monotonic() < deadline:
+        time.sleep(0.2)
+        records = list(_records(path))
     steps, config, summary, files = [], {}, {}, 0
-    for data in _log_entries(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        kind = record.WhichOneof("record_type")
+    for kind, record in records:
         if kind == "history":
             steps.append(
                 {
@@ -119,6 +120,15 @@ def _read_wandb(path):
         elif kind == "files":
             files += 1
     return steps, config, summary, files
+
+
+def _records(path):
+    from wandb.proto import wandb_internal_pb2
+
+    for data in _log_entries(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        yield record.WhichOneof("record_type"), record
 
 
 def _log_entries(data):
