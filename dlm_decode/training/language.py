@@ -57,6 +57,8 @@ class Stage:
         patches: patches shown for the objects, their anchors first; `None` shows every patch.
         background: further patches shown, drawn from what is left.
         final_rate: rate at the end, as a share of `rate`.
+        is_flat: every word weighs the same. Weights teach faster, but bias answers towards the words
+            that weigh more; a flat stage at the end takes that out.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Stage:
     patches: int | None = None
     background: int = 0
     final_rate: float = 0.1
+    is_flat: bool = False
 
 
 class Reader(nn.Module):
@@ -369,9 +372,12 @@ def train_language(
         if saved and saved["stage"] == number:
             optimizer.load_state_dict(saved["optimizer"])
             first = saved["step"]
+        weights = drawer.encoder.weights
+        if stage.is_flat:
+            weights = torch.ones_like(weights)
         began, total = time.time(), 0.0
         for step in range(first, stage.steps):
-            loss = _step_loss(reader, drawer.batches(stage, seed, step), drawer.encoder.weights)
+            loss = _step_loss(reader, drawer.batches(stage, seed, step), weights)
             reader.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(reader.parameters(), 1.0)

@@ -53,6 +53,7 @@ def stages(scale: float) -> list[Stage]:
     plan = (
         Stage("few", 1700, 128, 2e-3, patches=8, background=6, final_rate=0.2),
         Stage("all", 600, 64, 8e-4, final_rate=0.02),
+        Stage("flat", 150, 64, 4e-4, final_rate=0.02, is_flat=True),
     )
     return [Stage(**{**vars(stage), "steps": max(1, round(stage.steps * scale))}) for stage in plan]
 
