@@ -57,7 +57,7 @@ class Stage:
         patches: patches shown for the objects, their anchors first; `None` shows every patch.
         background: further patches shown, drawn from what is left.
         final_rate: rate at the end, as a share of `rate`.
-        is_flat: every word weighs the same. Weights teach faster, but bias answers towards the words
+        is_flat: every word weighs the same. Weights teach faster, but bias answers towards words
             that weigh more; a flat stage at the end takes that out.
     """
 
