@@ -31,7 +31,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 
 types: $(READY)
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 package: $(READY)
 	$(BIN)/python tests/check_package.py
