@@ -303,7 +303,7 @@ def _demo(arguments: argparse.Namespace) -> int:
             f"    expected: {entry['answer']}   "
             f"[{out.cost.num_forwards} forwards, {flops:.2f} GFLOPs]"
         )
-    print(f"pictures: {folder}")
+    print(f"pictures: {folder}\n{demo['note']}")
     return 0
 
 

@@ -251,7 +251,7 @@ class WandbTracker(_RunTracker):
 
 
 class TrackioTracker(_RunTracker):
-    """A trackio run per call: config, scalars per step, table of commits.
+    """A trackio run per call: config, scalars per step, final cost.
 
     Raises:
         InvalidInputError: trackio is not installed.

@@ -180,4 +180,5 @@ def test_demo_answers_about_three_pictures(capsys):
     assert main(["demo", "--steps", "8"]) == 0
     shown = capsys.readouterr().out
     assert sum(line.endswith(".png") for line in shown.splitlines()) == 3
+    assert "picked because the shipped model answers" in shown
     assert shown.count("GFLOPs]") == shown.count("expected: ") >= 3
