@@ -135,9 +135,13 @@ class Predictor:
         self._suppressed = torch.tensor(
             sorted(set(suppressed_ids)), dtype=torch.long, device=self.device
         )
-        mask_id = torch.tensor([model.special_ids.mask], device=self.device)
-        self._mask_embed = model.embed(mask_id)[0]
+        self._mask_id = model.special_ids.mask
+        self._mask_embed = model.embed(torch.tensor([self._mask_id], device=self.device))[0]
+        # Vocabulary size without rows that no token has.
+        size = meter.geometry.vocab_size
+        self._num_candidates = min(size, model.num_valid_tokens or size)
         self._layouts: dict[View, _Layout] = {}
+        self._forward_costs: dict[View, Tensor] = {}
         self.baseline_flops = baseline_flops
         self._noise_dtype = torch.float32 if self.device.type == "mps" else torch.float64
 
@@ -190,10 +194,7 @@ class Predictor:
         if not rows:
             return prediction
         hidden, cond_rows = self._forward(view, rows, counts, is_charged)
-        index_of_row = {row: index for index, row in enumerate(rows)}
-        local = torch.tensor(
-            [index_of_row[row] for row in asked[:, 0].tolist()], device=self.device
-        )
+        local = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts)).to(self.device)
         first = hidden.shape[1] - self.num_suffix - self.canvas.width
         columns = where[:, 1] + first - int(self.model.shift_logits)
         picked = hidden[local, columns]
@@ -218,12 +219,15 @@ class Predictor:
 
     def forward_cost(self, view: View) -> Tensor:
         """`(B,)` float64 decoder FLOPs of one whole-sequence forward of each row under `view`."""
-        passes = 2 if self.settings.cfg_scale > 0 else 1
-        flops = [
-            passes * forward_flops(self.model.geometry, length, length)
-            for length in self.sequence_lengths(view)
-        ]
-        return torch.tensor(flops, dtype=torch.float64, device=self.device)
+        if view not in self._forward_costs:
+            passes = 2 if self.settings.cfg_scale > 0 else 1
+            flops = [
+                passes * forward_flops(self.meter.geometry, length, length)
+                for length in self.sequence_lengths(view)
+            ]
+            cost = torch.tensor(flops, dtype=torch.float64, device=self.device)
+            self._forward_costs[view] = cost
+        return self._forward_costs[view]
 
     def uniform(self, positions: Tensor) -> Tensor:
         """`(B, C)` float32 random numbers in [0, 1) at the asked positions.
@@ -247,8 +251,8 @@ class Predictor:
         shape = self.canvas.tokens.shape
         minus_infinity = torch.full(shape, float("-inf"), device=self.device)
         return Prediction(
-            tokens=torch.full_like(self.canvas.tokens, self.model.special_ids.mask),
-            top_tokens=torch.full_like(self.canvas.tokens, self.model.special_ids.mask),
+            tokens=torch.full_like(self.canvas.tokens, self._mask_id),
+            top_tokens=torch.full_like(self.canvas.tokens, self._mask_id),
             log_prob=minus_infinity,
             margin=minus_infinity.clone() if "margin" in statistics else None,
             entropy=-minus_infinity if "entropy" in statistics else None,
@@ -339,12 +343,6 @@ class Predictor:
                     )
         return drawn
 
-    @property
-    def _num_candidates(self) -> int:
-        """Vocabulary size without rows that no token has."""
-        size = self.model.geometry.vocab_size
-        return min(size, self.model.num_valid_tokens or size)
-
     def _propose(
         self,
         hidden: Tensor,
@@ -357,6 +355,7 @@ class Predictor:
             if noise is not None
             else _chunks(len(hidden), _HEAD_CHUNK)
         )
+        unproposable = None if self.settings.quirks.may_predict_mask else self._mask_id
         parts, start = [], 0
         for index, size in enumerate(sizes):
             piece = slice(start, start + size)
@@ -371,9 +370,7 @@ class Predictor:
                     temperature=self.settings.temperature,
                     uniform=None if noise is None else noise[index],
                     statistics=statistics,
-                    unproposable=None
-                    if self.settings.quirks.may_predict_mask
-                    else self.model.special_ids.mask,
+                    unproposable=unproposable,
                 )
             )
             start += size

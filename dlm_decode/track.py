@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -155,7 +156,7 @@ def _flat(prefix: str, value: Any) -> dict[str, Any]:
     return {prefix: value}
 
 
-class _RunTracker:
+class _RunTracker(ABC):
     """Shared by trackers with runs: scalars per step, a table of commits, a summary."""
 
     def __init__(self) -> None:
@@ -192,14 +193,14 @@ class _RunTracker:
             {**_flat("cost", record["cost"]), "texts": [row["text"] for row in record["rows"]]}
         )
 
-    def _open(self, config: Record) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _open(self, config: Record) -> None: ...
 
-    def _log(self, scalars: dict[str, float], step: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _log(self, scalars: dict[str, float], step: int) -> None: ...
 
-    def _close(self, summary: Record) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _close(self, summary: Record) -> None: ...
 
 
 class WandbTracker(_RunTracker):

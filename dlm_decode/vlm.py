@@ -145,6 +145,7 @@ class DiffusionVlm:
         generation_defaults: dict[str, Any] | None = None,
     ) -> None:
         self.model = model.eval()
+        self.geometry = model.geometry
         self.processor = processor
         self.name = name or type(model).__name__
         self.generation_defaults = generation_defaults or {}
@@ -279,11 +280,12 @@ class DiffusionVlm:
             prompts.append(row_prompt)
         self._check_context(whole, settings, len(suffix_ids or ()))
         canvas = self._canvas(prompts, settings, prefill, is_batch)
+        is_open = canvas.is_open[:, canvas.lead :].tolist()
         baseline = [
-            self._baseline_cost(p, canvas, r, settings, len(suffix_ids or ()))
-            for r, p in enumerate(whole)
+            self._baseline_cost(row_prompt, row_is_open, settings, len(suffix_ids or ()))
+            for row_prompt, row_is_open in zip(whole, is_open, strict=True)
         ]
-        meter = CostMeter(self.model.geometry, len(rows))
+        meter = CostMeter(self.geometry, len(rows))
         predictor = Predictor(
             self.model,
             prompts,
@@ -322,7 +324,7 @@ class DiffusionVlm:
             on_step=on_step,
         )
         done = time.perf_counter()
-        vision_part = self.model.geometry.vision
+        vision_part = self.geometry.vision
         tiles = sum(row.num_tiles for row in rows)
         cost = Cost(
             flops=meter.flops,
@@ -336,7 +338,7 @@ class DiffusionVlm:
             baseline_forwards=sum(count for _, count in baseline),
             kv_bytes=meter.kv_bytes,
             prompt_lengths=tuple(row_prompt.length for row_prompt in prompts),
-            visual_tokens=tuple(int(row_prompt.is_visual.sum()) for row_prompt in prompts),
+            visual_tokens=tuple(row_prompt.num_visual for row_prompt in prompts),
             seconds_prefill=prefilled - began,
             seconds_decode=done - prefilled,
             row_flops=tuple(meter.row_flops),
@@ -428,7 +430,7 @@ class DiffusionVlm:
         return sequences
 
     def _suppressed(self, extra: Sequence[int]) -> list[int]:
-        special, size = self.model.special_ids, self.model.geometry.vocab_size
+        special, size = self.model.special_ids, self.geometry.vocab_size
         wrong = [token for token in extra if not 0 <= token < size]
         if wrong:
             raise InvalidInputError(
@@ -447,7 +449,7 @@ class DiffusionVlm:
         return [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
 
     def _check_pixels(self, rows: Sequence[RowInput]) -> None:
-        if any(row.num_tiles for row in rows) and self.model.geometry.vision is None:
+        if any(row.num_tiles for row in rows) and self.geometry.vision is None:
             raise InvalidInputError(
                 f"{self.name!r} is a text-only model and cannot read images; "
                 "drop images and videos."
@@ -510,16 +512,15 @@ class DiffusionVlm:
         return Canvas.create(tokens.to(self.device), is_open.to(self.device), lead)
 
     def _baseline_cost(
-        self, prompt: Prompt, canvas: Canvas, row: int, settings: Settings, num_suffix: int
+        self, prompt: Prompt, is_open: list[bool], settings: Settings, num_suffix: int
     ) -> tuple[int, int]:
         """FLOPs and forwards of the baseline sampler for one row.
 
         Neither a stage nor an early stop is assumed.
         """
-        is_open = canvas.is_open[row, canvas.lead :].tolist()
         count = settings.schedule.num_steps(is_open) * (2 if settings.cfg_scale > 0 else 1)
         length = prompt.length + settings.gen_length + num_suffix
-        return count * forward_flops(self.model.geometry, length, length), count
+        return count * forward_flops(self.geometry, length, length), count
 
     def token_text(self, token: int) -> str:
         """Text of one id; `<id>` without a tokenizer."""

@@ -191,7 +191,6 @@ class Lown:
             raise InvalidInputError(
                 f"full_share must be above 0 and at most 1, got {self.full_share}."
             )
-
         if self.budget is not None and not 0 < self.budget <= 1:
             raise InvalidInputError(f"budget must be above 0 and at most 1, got {self.budget}.")
         if self.budget is not None and self.access != "certificate":
@@ -267,12 +266,12 @@ class Lown:
         if self.budget is not None:
             disagreement = (first_k & ~agrees).any(dim=1) & asks_text
             forced_text = may_skip & ~self._may_look(state, context, quota, disagreement)
-        topped_up = prefix | first_k
         by_text = may_skip & ~forced_full & (is_certified | forced_text)
         open_now = context.is_open & self._before_stop(context)
         if self.access == "oracle":
             peek = context.predict(FULL, open_now & may_skip[:, None], is_charged=False)
-            is_changed = (topped_up & (peek.top_tokens != state.top_tokens)).any(dim=1)
+            would_commit = prefix | first_k
+            is_changed = (would_commit & (peek.top_tokens != state.top_tokens)).any(dim=1)
             forced_text = by_text = may_skip & ~is_changed
         by_full = active & ~by_text
 

@@ -40,8 +40,8 @@ KIND_WEIGHTS = {
     "digit": 0.8,
     "count": 2.0,
     "exists": 1.5,
+    "choice": 2.5,
 }
-KIND_WEIGHTS["choice"] = 2.5
 
 
 def stages(scale: float) -> list[Stage]:
