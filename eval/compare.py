@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.eval.run_scenes import ask_batch, batches, read_done, settings_of, summarise
+from dlm_decode.eval.run_scenes import Results, batches, settings_of, summarise
 from dlm_decode.eval.scene_questions import heldout_samples
 
 if TYPE_CHECKING:
@@ -105,29 +105,21 @@ def compare(
     if not names or len(set(names)) != len(names):
         raise InvalidInputError(f"give at least one variant, each once; got {names}.")
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    results = [
+        Results(
+            folder / f"{number:02d}.jsonl",
+            {"variant": variant.name, **settings_of(vlm, variant.options, False)},
+        )
+        for number, variant in enumerate(variants)
+    ]
     samples = list(heldout_samples(limit))
-    paths, done = {}, {}
-    for number, variant in enumerate(variants):
-        path = folder / f"{number:02d}.jsonl"
-        settings = {"variant": variant.name, **settings_of(vlm, variant.options, False)}
-        done[variant.name] = read_done(path, settings)
-        if not done[variant.name]:
-            path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
-        paths[variant.name] = path
-    for part in tqdm(list(batches(samples, batch)), desc="batches"):
-        for variant in variants:
-            mine = done[variant.name]
-            missing = [sample for sample in part if sample.id not in mine]
-            if not missing:
-                continue
-            with paths[variant.name].open("a", encoding="utf-8") as file:
-                for entry in ask_batch(vlm, missing, variant.options, False):
-                    file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-                    mine[entry["id"]] = entry
-    ids = [sample.id for sample in samples]
-    first = [done[names[0]][key] for key in ids]
-    return [_row(name, [done[name][key] for key in ids], first) for name in names]
+    for part in tqdm(batches(samples, batch), desc="batches"):
+        for variant, answers in zip(variants, results, strict=True):
+            answers.answer(vlm, part, variant.options)
+    first = results[0].of(samples)
+    return [
+        _row(name, answers.of(samples), first) for name, answers in zip(names, results, strict=True)
+    ]
 
 
 def _row(

@@ -20,7 +20,7 @@ from dlm_decode.registry import describe
 if TYPE_CHECKING:
     from dlm_decode.vlm import DiffusionVlm
 
-__all__ = ["ask_batch", "batches", "evaluate_scenes", "read_done", "settings_of", "summarise"]
+__all__ = ["Results", "batches", "evaluate_scenes", "settings_of", "summarise"]
 
 
 def evaluate_scenes(
@@ -32,7 +32,7 @@ def evaluate_scenes(
     batch: int = 32,
     is_blind: bool = False,
 ) -> dict[str, Any]:
-    """Asks the first `limit` held-out questions that `output` does not answer yet.
+    """Asks those of the first `limit` held-out questions that `output` does not answer yet.
 
     Args:
         vlm: the model.
@@ -50,26 +50,11 @@ def evaluate_scenes(
     """
     if limit < 1 or batch < 1:
         raise InvalidInputError(f"limit and batch must be at least 1, got {limit} and {batch}.")
-    output = Path(output)
-    settings = settings_of(vlm, options, is_blind)
-    done = read_done(output, settings)
-    samples = [sample for sample in heldout_samples(limit) if sample.id not in done]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as file:
-        if not done:
-            file.write(json.dumps({"settings": settings}) + "\n")
-        for part in tqdm(
-            list(batches(samples, batch)), desc="questions", unit="batch", disable=not samples
-        ):
-            for entry in ask_batch(vlm, part, options, is_blind):
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
-                done[entry["id"]] = entry
-            file.flush()
-    wanted = {sample.id for sample in heldout_samples(limit)}
-    return {
-        "settings": settings,
-        **summarise([entry for entry in done.values() if entry["id"] in wanted]),
-    }
+    results = Results(output, settings_of(vlm, options, is_blind))
+    samples = list(heldout_samples(limit))
+    for part in tqdm(batches(samples, batch), desc="questions", unit="batch"):
+        results.answer(vlm, part, options, is_blind)
+    return {"settings": results.settings, **summarise(results.of(samples))}
 
 
 def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -113,35 +98,74 @@ def settings_of(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> d
     }
 
 
-def read_done(path: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Answers that the file holds.
+class Results:
+    """Answers in a JSON-lines file: the settings, then a line per question, appended as they come.
 
     An incomplete last line, as a killed run leaves it, is cut off.
+
+    Args:
+        path: made with its folders if missing.
+        settings: must be those of the file, if it holds any.
+
+    Raises:
+        InvalidInputError: the file was written with other settings.
     """
-    if not path.exists() or not path.read_text(encoding="utf-8").strip():
-        return {}
-    kept, entries = [], []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            entries.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-        kept.append(line)
-    if not entries or entries[0].get("settings") != json.loads(json.dumps(settings)):
-        raise InvalidInputError(
-            f"{str(path)!r} was written with other settings; choose another --output or remove it."
-        )
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    return {entry["id"]: entry for entry in entries[1:]}
+
+    def __init__(self, path: str | Path, settings: dict[str, Any]) -> None:
+        self.path = Path(path)
+        self.settings = settings
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._done = self._read()
+        lines = [{"settings": settings}, *self._done.values()]
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        fresh = self.path.with_name(self.path.name + ".tmp")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(self.path)  # in one piece: a kill in between loses nothing
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        if not self.path.exists() or not self.path.read_text(encoding="utf-8").strip():
+            return {}
+        entries = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                entries.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+        expected = json.loads(json.dumps(self.settings))
+        if not entries or entries[0].get("settings") != expected:
+            raise InvalidInputError(
+                f"{str(self.path)!r} was written with other settings; choose another --output or "
+                "remove it."
+            )
+        return {entry["id"]: entry for entry in entries[1:]}
+
+    def answer(
+        self,
+        vlm: DiffusionVlm,
+        samples: Sequence[SceneSample],
+        options: dict[str, Any],
+        is_blind: bool = False,
+    ) -> None:
+        """Asks those of `samples` that have no answer yet, in one `generate` call."""
+        missing = [sample for sample in samples if sample.id not in self._done]
+        if not missing:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            for entry in _ask(vlm, missing, options, is_blind):
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+                self._done[entry["id"]] = entry
+
+    def of(self, samples: Sequence[SceneSample]) -> list[dict[str, Any]]:
+        """The answers to `samples`, in their order."""
+        return [self._done[sample.id] for sample in samples]
 
 
-def batches(samples: Sequence[SceneSample], size: int) -> Iterator[Sequence[SceneSample]]:
+def batches(samples: Sequence[SceneSample], size: int) -> list[Sequence[SceneSample]]:
     """`samples` in runs of `size`."""
-    for start in range(0, len(samples), size):
-        yield samples[start : start + size]
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-def ask_batch(
+def _ask(
     vlm: DiffusionVlm, samples: Sequence[SceneSample], options: dict[str, Any], is_blind: bool
 ) -> Iterator[dict[str, Any]]:
     """One `generate` call; yields an output line per question, seconds shared out evenly."""
