@@ -21,10 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
+from dlm_decode.cost import CostMeter
+from dlm_decode.decode import decode
 from dlm_decode.eval.scene_questions import KINDS, SceneSample, ask, score
 from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.llada import LLaDAModelLM
+from dlm_decode.predictor import Predictor
+from dlm_decode.samplers.baseline import Baseline
+from dlm_decode.settings import Settings
 from dlm_decode.training.data import GRID, NAMES, SPECIAL_TOKENS, ScenePool
 
 __all__ = ["CANVAS", "Encoder", "Reader", "Stage", "greedy_answers", "train_language"]
@@ -81,7 +87,10 @@ class Reader(nn.Module):
             nn.Linear(vision_width, width), nn.GELU(), nn.Linear(width, width)
         )
         self.newline = nn.Parameter(torch.randn(width) * 0.02)
-        self.language = LLaDAModelLM(LLaDAConfig(**LANGUAGE_CONFIG, vocab_size=vocab_size))
+        mask = SPECIAL_TOKENS.index("<|mdm_mask|>")
+        self.language = LLaDAModelLM(
+            LLaDAConfig(**LANGUAGE_CONFIG, vocab_size=vocab_size, mask_token_id=mask)
+        )
 
     def forward(
         self,
@@ -305,25 +314,48 @@ def greedy_answers(
     A quick check during training.
     """
     encoder, answers = drawer.encoder, []
+    settings = Settings(CANVAS, CANVAS // per_step, CANVAS)
     for start in range(0, len(samples), 64):
         part, part_rows = samples[start : start + 64], rows[start : start + 64]
-        seen = np.full(len(part), has_image)
         text = encoder.batch(part, np.full(len(part), _NUM_VISUAL if has_image else 0))
+        seen = np.full(len(part), has_image)
         visual = drawer.visual(part_rows, stage, seen, np.random.default_rng(0))
         response = torch.full((len(part), CANVAS), encoder.mask)
-        is_real = torch.cat([visual[2], text["is_real"]], dim=1)
-        while bool((response == encoder.mask).any()):
-            tokens = torch.cat([text["prompt"], response], dim=1)
-            logits = reader.language.logits(
-                reader(tokens, text["positions"], is_real, *visual[:2])[:, -CANVAS:]
-            )
-            logits[..., encoder.mask] = float("-inf")
-            confidence, token = logits.softmax(-1).max(-1)
-            confidence[response != encoder.mask] = -1
-            best = confidence.topk(per_step, dim=1).indices
-            response.scatter_(1, best, token.gather(1, best))
-        answers += encoder.tokenizer.batch_decode(response, skip_special_tokens=True)
+        canvas = Canvas.create(response, torch.ones_like(response, dtype=torch.bool))
+        predictor = Predictor(
+            reader.language,
+            _prompts(reader, text, *visual),
+            canvas,
+            settings=settings,
+            generators=[],
+            meter=CostMeter(reader.language.geometry, len(part)),
+        )
+        decode(predictor, Baseline(), settings)
+        answers += encoder.tokenizer.batch_decode(canvas.tokens, skip_special_tokens=True)
     return answers
+
+
+def _prompts(
+    reader: Reader, text: dict[str, Tensor], features: Tensor, order: Tensor, is_real: Tensor
+) -> list[Prompt]:
+    """What the decode loop takes, from what training steps take."""
+    num_prompt = text["prompt"].shape[1]
+    newline = reader.newline.expand(len(features), 1, -1)
+    visual = torch.cat([reader.projector(features), newline], dim=1)
+    embeds = torch.cat([visual, reader.language.embed(text["prompt"])], dim=1)
+    ids = torch.cat([torch.full(order.shape, IMAGE_TOKEN_ID), text["prompt"]], dim=1)
+    positions = torch.cat([order, text["positions"][:, :num_prompt]], dim=1)
+    keep = torch.cat([is_real, text["is_real"][:, :num_prompt]], dim=1)
+    return [
+        Prompt(
+            embeds=embeds[row, keep[row]],
+            ids=ids[row, keep[row]],
+            is_visual=ids[row, keep[row]] == IMAGE_TOKEN_ID,
+            position_ids=positions[row, keep[row]],
+            end_position=int(text["positions"][row, num_prompt]),
+        )
+        for row in range(len(ids))
+    ]
 
 
 def train_language(

@@ -31,7 +31,7 @@ from dlm_decode.training.tower import VISION_CONFIG, PatchReader, encode_pool, t
 __all__ = ["add_arguments", "export", "run"]
 
 HELDOUT_SCENES = 400
-_TOWER_PREFIX = "model.vision_tower.vision_tower.vision_model."
+_TOWER_PREFIX = "model.vision_tower."
 KIND_WEIGHTS = {
     "describe": 1.0,
     "colour": 1.5,

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from dlm_decode.eval.scenes import COLOURS, SHAPES, SIZES
+from dlm_decode.models.configuration import LlavaLLaDAConfig
+from dlm_decode.models.llava_llada import VisionTower
 from dlm_decode.training.data import GRID, NAMES, ScenePool, pixels_of
 
 __all__ = ["VISION_CONFIG", "PatchReader", "encode_pool", "train_tower"]
@@ -36,23 +37,14 @@ class PatchReader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        config = SiglipVisionConfig(**VISION_CONFIG, vision_use_head=False)
-        config.num_hidden_layers -= 1
-        self.tower = SiglipVisionModel(config)
+        self.tower = VisionTower(LlavaLLaDAConfig(vision_config=VISION_CONFIG).vision)
         width = VISION_CONFIG["hidden_size"]
         sizes = (len(NAMES) + 2, len(COLOURS) + 1, len(SIZES) + 2, 2, 9)
         self.heads = nn.ModuleList([nn.Linear(width, size) for size in sizes])
 
-    def features(self, pixels: Tensor) -> Tensor:
-        """`(n, 3, 96, 96)` to `(n, 144, 96)`: states of the last layer, before the final norm."""
-        states = self.tower.embeddings(pixels)
-        for layer in self.tower.encoder.layers:
-            states = layer(states, None)
-        return states
-
     def forward(self, pixels: Tensor) -> list[Tensor]:
         """Logits `(n, 144, classes)` of each head."""
-        states = self.features(pixels)
+        states = self.tower(pixels)
         return [head(states) for head in self.heads]
 
 
@@ -192,5 +184,5 @@ def encode_pool(reader: PatchReader, pool: ScenePool, batch: int = 128) -> np.nd
     features = np.empty((len(pool), pool.names.shape[1], width), dtype=np.float16)
     for start in range(0, len(pool), batch):
         rows = slice(start, start + batch)
-        features[rows] = reader.features(pixels_of(pool.images[rows])).half().numpy()
+        features[rows] = reader.tower(pixels_of(pool.images[rows])).half().numpy()
     return features
