@@ -12,10 +12,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from dlm_decode.models.anyres import pad_to_square, pixels_of
 from dlm_decode.models.configuration import LLaDAConfig, LlavaLLaDAConfig
 from dlm_decode.models.key_names import renamed
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.models.llava_llada import LlavaLLaDAModelLM
+from dlm_decode.models.processing import VlmProcessor
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -109,3 +111,29 @@ def formula_image(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(
         np.stack([channel % 256 for channel in channels], axis=-1).astype(np.uint8)
     )
+
+
+def tiny_prompt(model, name: str) -> dict:
+    """Ids and pixels of a prompt; pixels come from the stored images through our own
+    preprocessing."""
+    prompt, stored = read_json("lladav", "tiny56", "cases.json")["prompts"][name], tiny56_inputs()
+    inputs = {"input_ids": stored[f"{name}.input_ids"].flatten()}
+    if not prompt["images"]:
+        return inputs
+    folder = GOLDEN / "lladav" / "tiny56" / "images"
+    images = [Image.open(folder / f"{file}.png").convert("RGB") for file in prompt["images"]]
+    processor = VlmProcessor(None, model.config)
+    if prompt["modalities"] == ["video"]:
+        pixels = [processor.video_pixels(images)]
+    elif prompt["image_aspect_ratio"] == "pad":
+        pixels = [pixels_of(pad_to_square(image), 56) for image in images]
+    else:
+        pixels = [processor.image_pixels(image) for image in images]
+    if prompt["images_container"] == "Tensor":
+        pixels = torch.stack(pixels)
+    return {
+        **inputs,
+        "pixel_values": pixels,
+        "image_sizes": prompt["image_sizes"],
+        "modalities": prompt["modalities"],
+    }

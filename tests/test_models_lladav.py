@@ -16,12 +16,12 @@ from golden_models import (
     tiny56,
     tiny56_config,
     tiny56_inputs,
+    tiny_prompt,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import load_file
-from test_parity_generation import tiny_prompt
 
 from dlm_decode.canvas import IMAGE_TOKEN_ID
 from dlm_decode.errors import CheckpointError, InvalidInputError

@@ -8,18 +8,15 @@ import re
 import pytest
 import torch
 from golden_models import (
-    GOLDEN,
     fastdllm,
     formula_image,
     read_json,
     realvocab,
     tiny56,
-    tiny56_inputs,
+    tiny_prompt,
 )
-from PIL import Image
 
 from dlm_decode.models.anyres import pad_to_square, pixels_of
-from dlm_decode.models.processing import VlmProcessor
 from dlm_decode.vlm import DiffusionVlm, Output
 
 TINY = read_json("lladav", "tiny56", "cases.json")
@@ -95,32 +92,6 @@ def tiny_vlm(tiny_model, request):
         setattr(tiny_model.config, name, prompt[name])
     yield DiffusionVlm(tiny_model), case, tiny_prompt(tiny_model, case["prompt"])
     tiny_model.lm_head.weight.data.copy_(head)
-
-
-def tiny_prompt(model, name: str) -> dict:
-    """Ids and pixels of a prompt; pixels come from the stored images through our own
-    preprocessing."""
-    prompt, stored = TINY["prompts"][name], tiny56_inputs()
-    inputs = {"input_ids": stored[f"{name}.input_ids"].flatten()}
-    if not prompt["images"]:
-        return inputs
-    folder = GOLDEN / "lladav" / "tiny56" / "images"
-    images = [Image.open(folder / f"{file}.png").convert("RGB") for file in prompt["images"]]
-    processor = VlmProcessor(None, model.config)
-    if prompt["modalities"] == ["video"]:
-        pixels = [processor.video_pixels(images)]
-    elif prompt["image_aspect_ratio"] == "pad":
-        pixels = [pixels_of(pad_to_square(image), 56) for image in images]
-    else:
-        pixels = [processor.image_pixels(image) for image in images]
-    if prompt["images_container"] == "Tensor":
-        pixels = torch.stack(pixels)
-    return {
-        **inputs,
-        "pixel_values": pixels,
-        "image_sizes": prompt["image_sizes"],
-        "modalities": prompt["modalities"],
-    }
 
 
 @pytest.mark.parametrize("tiny_vlm", TINY_CASES, ids=ids(TINY_CASES), indirect=True)
