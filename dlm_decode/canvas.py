@@ -118,3 +118,9 @@ class Canvas:
     def width(self) -> int:
         """Columns: lead + T."""
         return self.tokens.shape[1]
+
+    @property
+    def is_wanted(self) -> Tensor:
+        """`(B, lead + T)` bool: open, and not behind the row's stop."""
+        columns = torch.arange(self.width, device=self.tokens.device)
+        return self.is_open & (columns < self.stop_position[:, None])

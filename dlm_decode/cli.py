@@ -56,6 +56,7 @@ def build_parser(is_training: bool = False) -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_evaluate(commands)
     _add_compare(commands)
+    _add_analyse(commands)
     _add_cost(commands)
     _add_train(commands, is_training)
     return parser
@@ -176,6 +177,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--trajectory", metavar="OUT.jsonl", help="record every step; see dlm-decode show"
     )
+    _add_probe(parser, None)
     parser.add_argument(
         "--track",
         action="append",
@@ -211,6 +213,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         prefill=arguments.prefill,
         streamer=streamer,
         track=tracker,
+        probe=arguments.probe,
         **options,
     )
     if arguments.json:
@@ -382,6 +385,73 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         for suffix in ("png", "svg"):
             comparison.draw(rows, folder / f"plot.{suffix}")
+    return 0
+
+
+def _add_analyse(commands: Any) -> None:
+    text = "Measure how often the picture matters and how far certificates can be trusted."
+    parser = _command(commands, "analyse", text, _analyse)
+    _add_model_options(parser)
+    _add_decoding_options(parser)
+    parser.set_defaults(sampler="lown")
+    parser.add_argument(
+        "--trajectory",
+        action="append",
+        type=Path,
+        default=[],
+        help="analyse this file (generate --probe) instead of held-out questions; repeatable",
+    )
+    parser.add_argument("--limit", type=int, default=200, help="number of questions (default 200)")
+    parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
+    _add_probe(parser, "packed")
+    parser.add_argument("--plot", action="store_true", help="also the maps as PNG and SVG")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for trajectories, analysis.json and the maps; a run resumes from it",
+    )
+
+
+def _add_probe(parser: argparse.ArgumentParser, default: str | None) -> None:
+    parser.add_argument(
+        "--probe",
+        choices=("packed", "original"),
+        default=default,
+        help="record in every step what the model would propose with and without visual tokens, "
+        "in these rotary positions",
+    )
+
+
+def _analyse(arguments: argparse.Namespace) -> int:
+    from dlm_decode.eval import analyse
+
+    folder: Path = arguments.output
+    options = _decoding_options(arguments)
+    if arguments.trajectory:
+        paths = {"trajectories": arguments.trajectory}
+    else:
+        vlm = _load(arguments)
+        runs = {"baseline": {**options, "sampler": "baseline"}, arguments.sampler: options}
+        paths = {
+            name: analyse.record_scenes(
+                vlm,
+                run,
+                folder / f"{number}",
+                limit=arguments.limit,
+                batch=arguments.batch,
+                positions=arguments.probe,
+            )
+            for number, (name, run) in enumerate(runs.items())
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    reports = {name: analyse.report_of(analyse.read_responses(p)) for name, p in paths.items()}
+    (folder / "analysis.json").write_text(json.dumps(reports, indent=2) + "\n", encoding="utf-8")
+    for number, (name, report) in enumerate(reports.items()):
+        print(f"{name}\n{analyse.render(report)}")
+        if arguments.plot:
+            for suffix in ("png", "svg"):
+                analyse.draw_map(report["map"], folder / f"map{number}.{suffix}")
     return 0
 
 

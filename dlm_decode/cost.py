@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from dlm_decode.errors import InvalidInputError
+
 __all__ = [
     "Cost",
     "CostMeter",
     "Forward",
     "Geometry",
+    "Routing",
     "VisionGeometry",
     "forward_flops",
     "head_flops",
@@ -173,6 +176,31 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """What one response's forwards add up to, relative to the baseline's T forwards.
+
+    Attributes:
+        f: forwards with visual tokens / T.
+        sigma: forwards without them / T. A response's first step has none, and neither has a step
+            that a sampler decides without looking.
+        pi: mean cost of a forward with visual tokens / an unpruned one's; 1 without a vision stage.
+        rho: mean cost of a forward without visual tokens / an unpruned one's.
+
+    Source: LOWN (arXiv 2610.36671), relative cost.
+    """
+
+    f: float
+    sigma: float
+    pi: float
+    rho: float
+
+    @property
+    def relative(self) -> float:
+        """`pi * f + sigma * rho`."""
+        return self.pi * self.f + self.sigma * self.rho
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a `generate` call cost.
 
@@ -192,7 +220,9 @@ class Cost:
         seconds_decode: the steps.
         row_flops: decoder FLOPs per row.
         row_baseline_flops: `baseline_flops` per row.
+        row_baseline_forwards: `baseline_forwards` per row.
         row_forwards: forwards of each row by view.
+        row_view_flops: decoder FLOPs of each row by view.
     """
 
     flops: int
@@ -209,12 +239,36 @@ class Cost:
     seconds_decode: float
     row_flops: tuple[int, ...] = ()
     row_baseline_flops: tuple[int, ...] = ()
+    row_baseline_forwards: tuple[int, ...] = ()
     row_forwards: tuple[dict[str, int], ...] = ()
+    row_view_flops: tuple[dict[str, int], ...] = ()
 
     @property
     def relative(self) -> float:
         """Decoder FLOPs relative to the baseline sampler with the same settings."""
         return self.flops / self.baseline_flops if self.baseline_flops else 0.0
+
+    def routing(self, row: int = 0) -> Routing:
+        """How often a row looked at its visual tokens, and what it paid for it.
+
+        Raises:
+            InvalidInputError: with classifier-free guidance, whose second forwards belong to
+                neither view.
+        """
+        counts, flops = self.row_forwards[row], self.row_view_flops[row]
+        if "UNCONDITIONAL" in counts:
+            raise InvalidInputError("routing shares are not defined with cfg_scale above 0.")
+        total, scheduled = self.row_baseline_flops[row], self.row_baseline_forwards[row]
+
+        def mean_cost(view: str) -> float:
+            return flops[view] / counts[view] * scheduled / total if counts.get(view) else 0.0
+
+        return Routing(
+            f=counts.get("FULL", 0) / max(1, scheduled),
+            sigma=counts.get("TEXT_ONLY", 0) / max(1, scheduled),
+            pi=mean_cost("FULL"),
+            rho=mean_cost("TEXT_ONLY"),
+        )
 
     @property
     def num_forwards(self) -> int:
@@ -237,6 +291,12 @@ class Cost:
             "visual_tokens": list(self.visual_tokens),
             "seconds_prefill": self.seconds_prefill,
             "seconds_decode": self.seconds_decode,
+            "rows": [
+                {"flops": flops, "baseline_flops": baseline, "forwards": dict(counts)}
+                for flops, baseline, counts in zip(
+                    self.row_flops, self.row_baseline_flops, self.row_forwards, strict=True
+                )
+            ],
         }
 
     def summary(self) -> str:
@@ -271,11 +331,13 @@ class CostMeter:
     forwards: Counter[tuple[str, str]] = field(default_factory=Counter)
     row_flops: list[int] = field(default_factory=list)
     row_forwards: list[Counter[str]] = field(default_factory=list)
+    row_view_flops: list[Counter[str]] = field(default_factory=list)
     pending: list[Forward] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.row_flops = [0] * self.num_rows
         self.row_forwards = [Counter() for _ in range(self.num_rows)]
+        self.row_view_flops = [Counter() for _ in range(self.num_rows)]
 
     def charge(
         self,
@@ -291,6 +353,7 @@ class CostMeter:
         for row, flops in zip(rows, per_row, strict=True):
             self.row_flops[row] += flops
             self.row_forwards[row][view] += 1
+            self.row_view_flops[row][view] += flops
         forward = Forward(
             view=view,
             kind=kind,

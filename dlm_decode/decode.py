@@ -15,7 +15,7 @@ from torch import Tensor
 from dlm_decode.canvas import Canvas
 from dlm_decode.confidence import select_top
 from dlm_decode.errors import DlmError, NumericalError
-from dlm_decode.predictor import Predictor
+from dlm_decode.predictor import Predictor, View
 from dlm_decode.record import StepRecord
 from dlm_decode.samplers.base import Sampler, Step, StepContext
 from dlm_decode.schedule import BlockSchedule, uniform_quota
@@ -34,6 +34,7 @@ def decode(
     stops: Sequence[Sequence[int]] = (),
     last: tuple[int, ...] = (),
     on_step: Callable[[StepRecord], None] | None = None,
+    probes: Sequence[View] = (),
 ) -> None:
     """Fills `predictor.canvas`.
 
@@ -48,6 +49,8 @@ def decode(
         stops: stop sequences as ids.
         last: ids that are committed only when nothing else is left.
         on_step: called with every step's record.
+        probes: views whose predictions are recorded at the start of every step, without a say in
+            it and without a charge.
 
     Raises:
         NumericalError: the model returned NaN.
@@ -89,6 +92,11 @@ def decode(
             last=last,
             predictor=predictor,
         )
+        active = eligible.any(dim=1, keepdim=True)
+        probed = {
+            view.name: predictor(view, canvas.is_wanted & active, is_charged=False)
+            for view in probes
+        }
         step = sampler.step(context, state)
         commit, forced = _at_least_one(step, eligible, quirks)
         broken |= (commit & ~eligible).any()
@@ -101,7 +109,9 @@ def decode(
         if on_step is not None:
             now = time.perf_counter()
             on_step(
-                StepRecord.create(step_index, now - began, context, step, commit, forced, canvas)
+                StepRecord.create(
+                    step_index, now - began, context, step, commit, forced, canvas, probed
+                )
             )
             began = now
         step_index += 1

@@ -147,10 +147,8 @@ class Predictor:
 
     @property
     def padding_ids(self) -> tuple[int, ...]:
-        """Ids that fill the canvas behind an answer: end of sequence, padding and stop ids."""
-        special = self.model.special_ids
-        ids = {special.eos, special.pad, *special.stop}
-        return tuple(sorted(token for token in ids if token is not None))
+        """Ids that fill the canvas behind an answer."""
+        return self.model.special_ids.padding
 
     @property
     def num_suffix(self) -> int:
@@ -179,8 +177,8 @@ class Predictor:
             view: what the forward sees.
             positions: `(B, C)` bool, canvas columns where a proposal is wanted.
             statistics: any of `"margin"` and `"entropy"`.
-            is_charged: `False` keeps the forward out of the cost, for measurements that a method
-                would not run.
+            is_charged: `False` is for measurements that a method would not run: the forward costs
+                nothing, and proposes argmax tokens without drawing from the rows' generators.
 
         Returns:
             Prediction.
@@ -199,9 +197,8 @@ class Predictor:
         columns = where[:, 1] + first - int(self.model.shift_logits)
         picked = hidden[local, columns]
         unconditional = hidden[local + cond_rows, columns] if self.settings.cfg_scale > 0 else None
-        proposal = self._propose(
-            picked, unconditional, self._noise(rows, counts, asked[:, 1]), statistics
-        )
+        noise = self._noise(rows, counts, asked[:, 1]) if is_charged else None
+        proposal = self._propose(picked, unconditional, noise, statistics)
         self.has_nan |= proposal.log_prob.isnan().any()
 
         keys = (where[:, 0], where[:, 1])
@@ -367,7 +364,7 @@ class Predictor:
             parts.append(
                 propose(
                     logits,
-                    temperature=self.settings.temperature,
+                    temperature=0.0 if noise is None else self.settings.temperature,
                     uniform=None if noise is None else noise[index],
                     statistics=statistics,
                     unproposable=unproposable,

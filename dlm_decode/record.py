@@ -8,7 +8,7 @@ they hold.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from dlm_decode.canvas import Canvas
 from dlm_decode.cost import Forward
 from dlm_decode.errors import InvalidInputError
+from dlm_decode.predictor import Prediction
 from dlm_decode.samplers.base import Step, StepContext
 
 __all__ = ["StepRecord", "Trajectory", "read_records"]
@@ -47,6 +48,7 @@ class StepRecord:
         reasons: masks by reason.
         info: further `(B,)` tensors of the sampler.
         lead: canvas columns in front of the response.
+        probes: what further views would have proposed, by name of the view.
     """
 
     index: int
@@ -62,6 +64,7 @@ class StepRecord:
     reasons: dict[str, Tensor]
     info: dict[str, Tensor]
     lead: int
+    probes: dict[str, Prediction] = field(default_factory=dict)
 
     @classmethod
     def create(
@@ -73,6 +76,7 @@ class StepRecord:
         commit: Tensor,
         forced: Tensor,
         canvas: Canvas,
+        probes: Mapping[str, Prediction],
     ) -> StepRecord:
         """What the loop knows after a step.
 
@@ -93,6 +97,7 @@ class StepRecord:
             reasons={**step.reasons, "fallback": forced},
             info=dict(step.info),
             lead=canvas.lead,
+            probes=dict(probes),
         )
 
     def to_dict(self, text_of: TokenText | None = None) -> dict[str, Any]:
@@ -104,6 +109,10 @@ class StepRecord:
         reasons = {name: mask.cpu() for name, mask in self.reasons.items()}
         info = {name: value.cpu() for name, value in self.info.items()}
         active, block = self.active.tolist(), self.block.tolist()
+        probes = {
+            name: (probe.tokens.cpu(), probe.confidence.cpu())
+            for name, probe in self.probes.items()
+        }
 
         def entry(row: int, column: int, ids: Tensor, probability: Tensor) -> list[Any]:
             token = int(ids[row, column])
@@ -135,6 +144,14 @@ class StepRecord:
                     "info": {name: value[row].item() for name, value in info.items()},
                 }
             )
+            if probes:
+                rows[-1]["probes"] = {
+                    name: [
+                        entry(row, column, ids, probability)
+                        for column in (probability[row] > 0).nonzero()[:, 0].tolist()
+                    ]
+                    for name, (ids, probability) in probes.items()
+                }
         return {
             "type": "step",
             "step": self.index,
@@ -168,7 +185,7 @@ class Trajectory:
 
         A step has `step`, `seconds`, `forwards` and per active row `block`, `route`, `commits` as
         `[position, token, text, confidence, reason]`, `draft` as `[position, token, text,
-        confidence]`, and `info`.
+        confidence]`, `info`, and where views were probed `probes`, a list like `draft` per view.
         """
         yield self.run
         for step in self.steps:

@@ -19,7 +19,7 @@ from dlm_decode.cost import Cost, CostMeter, forward_flops, vision_flops
 from dlm_decode.decode import decode
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.inputs import RowInput, encode_row, rows_from_embeds, rows_from_ids, rows_from_text
-from dlm_decode.predictor import Predictor
+from dlm_decode.predictor import FULL, TEXT_ONLY, TEXT_ONLY_ORIGINAL, Predictor, View
 from dlm_decode.record import StepRecord, Trajectory
 from dlm_decode.registry import describe
 from dlm_decode.samplers.base import Sampler
@@ -179,6 +179,7 @@ class DiffusionVlm:
         suppress_token_ids: Sequence[int] = (),
         streamer: Any = None,
         track: Any = None,
+        probe: str | None = None,
         input_ids: Any = None,
         pixel_values: Any = None,
         image_sizes: Any = None,
@@ -217,6 +218,10 @@ class DiffusionVlm:
             streamer: object with `put`, `put_draft` and `end`, as transformers'
                 `TextDiffusionStreamer`; one row only.
             track: `"wandb"`, `"trackio"`, `"jsonl:PATH"`, a tracker, or a list of them.
+            probe: `"packed"` or `"original"` records in every step what the model would propose
+                with and without visual tokens (in these rotary positions), whatever the sampler
+                asks; `dlm-decode analyse` reads it. It costs time, but is not charged and changes
+                no token.
             input_ids: ids with the placeholder -200 per image; a list of 1-D tensors for a batch.
             pixel_values: preprocessed pixels that go with `input_ids`.
             image_sizes: `(width, height)` of the images that go with `input_ids`.
@@ -256,6 +261,7 @@ class DiffusionVlm:
         stop_ids = self._stop_sequences(stop, settings)
         suffix_ids = self._ids(suffix, "suffix")
         tracker = make_tracker(track)
+        probes = _probes(probe)
         rows, is_batch = self._rows(
             prompt,
             images,
@@ -301,6 +307,11 @@ class DiffusionVlm:
             run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts),
             text_of=self.token_text,
         )
+        if probe is not None:
+            trajectory.run["probe"] = {
+                "positions": probe,
+                "flops": {view.name: predictor.forward_cost(view).tolist() for view in probes},
+            }
         if tracker is not None:
             tracker.start(trajectory.run)
         if streamer is not None:
@@ -322,6 +333,7 @@ class DiffusionVlm:
             stops=stop_ids,
             last=_last_ids(predictor, stop_ids) if settings.eos_last else (),
             on_step=on_step,
+            probes=probes,
         )
         done = time.perf_counter()
         vision_part = self.geometry.vision
@@ -343,7 +355,9 @@ class DiffusionVlm:
             seconds_decode=done - prefilled,
             row_flops=tuple(meter.row_flops),
             row_baseline_flops=tuple(flops for flops, _ in baseline),
+            row_baseline_forwards=tuple(count for _, count in baseline),
             row_forwards=tuple(dict(counts) for counts in meter.row_forwards),
+            row_view_flops=tuple(dict(flops) for flops in meter.row_view_flops),
         )
         return self._output(canvas, suffix_ids, is_batch, trajectory, cost, tracker, streamer)
 
@@ -559,6 +573,7 @@ class DiffusionVlm:
             "stages": [describe(stage) for stage in stages],
             "settings": fields,
             "mask_token_id": self.model.special_ids.mask,
+            "padding_ids": list(self.model.special_ids.padding),
             "rows": [
                 {
                     "prompt_length": prompt.length,
@@ -618,6 +633,15 @@ class DiffusionVlm:
             streamer.end()
         text = texts if texts is None or is_batch else texts[0]
         return Output(text, sequences.to(self.device), trajectory, cost, positions)
+
+
+def _probes(probe: str | None) -> tuple[View, ...]:
+    views = {"packed": TEXT_ONLY, "original": TEXT_ONLY_ORIGINAL}
+    if probe is None:
+        return ()
+    if probe not in views:
+        raise UnknownNameError("probe", probe, views)
+    return (FULL, views[probe])
 
 
 def _last_ids(predictor: Predictor, stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -30,6 +30,12 @@ class SpecialIds:
     stop: tuple[int, ...] = ()
     suppress: tuple[int, ...] = ()
 
+    @property
+    def padding(self) -> tuple[int, ...]:
+        """Ids that fill the canvas behind an answer: end of sequence, padding and stop ids."""
+        ids = {self.eos, self.pad, *self.stop}
+        return tuple(sorted(token for token in ids if token is not None))
+
 
 _LLADA = SpecialIds(mask=126336, bos=126080, eos=126081, pad=126081, stop=(126081, 126348))
 

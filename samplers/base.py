@@ -53,7 +53,8 @@ class StepContext:
     ) -> Prediction:
         """Tokens and confidences at `(B, C)` bool `positions`, see `Predictor`.
 
-        It costs one forward over the rows that ask; `is_charged=False` is for measurements.
+        It costs one forward over the rows that ask; `is_charged=False` is for measurements, which
+        cost nothing and propose argmax tokens.
         """
         return self.predictor(view, positions, statistics, is_charged=is_charged)
 

@@ -267,7 +267,7 @@ class Lown:
             disagreement = (first_k & ~agrees).any(dim=1) & asks_text
             forced_text = may_skip & ~self._may_look(state, context, quota, disagreement)
         by_text = may_skip & ~forced_full & (is_certified | forced_text)
-        open_now = context.is_open & self._before_stop(context)
+        open_now = context.predictor.canvas.is_wanted
         if self.access == "oracle":
             peek = context.predict(FULL, open_now & may_skip[:, None], is_charged=False)
             would_commit = prefix | first_k
@@ -327,7 +327,7 @@ class Lown:
         if state.remaining is None:
             raise AssertionError("only asked with a budget")
         full, text = (context.predictor.forward_cost(view) for view in (FULL, self._text_view))
-        num_open = (context.is_open & self._before_stop(context)).sum(dim=1)
+        num_open = context.predictor.canvas.is_wanted.sum(dim=1)
         steps_left = torch.ceil(num_open / quota.clamp_min(1))
         is_ample = state.remaining >= steps_left * (full + text) - text
         return (state.remaining >= full) & (disagreement | is_ample)
@@ -346,13 +346,6 @@ class Lown:
         else:
             must = state.taken % self.every == 0
         return must, ~must
-
-    @staticmethod
-    def _before_stop(context: StepContext) -> Tensor:
-        canvas = context.predictor.canvas
-        return (
-            torch.arange(canvas.width, device=canvas.tokens.device) < canvas.stop_position[:, None]
-        )
 
     def _from_full(
         self, context: StepContext, full: Prediction, disagrees: Tensor, quota: Tensor

@@ -12,7 +12,8 @@ from torch import Tensor
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt, VisualSpan
 from dlm_decode.cost import CostMeter, Geometry, forward_flops
 from dlm_decode.decode import decode
-from dlm_decode.predictor import Predictor
+from dlm_decode.models.special_ids import SpecialIds
+from dlm_decode.predictor import Predictor, View
 from dlm_decode.record import StepRecord
 from dlm_decode.samplers import make
 from dlm_decode.settings import Settings
@@ -40,9 +41,7 @@ class FakeModel:
     head_calls: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.special_ids = SimpleNamespace(
-            mask=MASK, eos=EOS, pad=PAD, bos=None, stop=(EOS,), suppress=()
-        )
+        self.special_ids = SpecialIds(mask=MASK, eos=EOS, pad=PAD, stop=(EOS,))
         self.geometry = Geometry(2, 4, 2, 2, 2, 8, self.vocab_size)
         self.config = SimpleNamespace(max_position_embeddings=None)
 
@@ -88,6 +87,7 @@ def run(
     tokens: Tensor | None = None,
     suppressed: tuple[int, ...] = (),
     num_visual: int = 0,
+    probes: tuple[View, ...] = (),
 ) -> Run:
     """Decodes with rows of the given prompt lengths; prompt ids are 1, the first `num_visual` of
     them visual."""
@@ -114,7 +114,15 @@ def run(
         baseline_flops=baseline_flops,
     )
     records: list[StepRecord] = []
-    decode(predictor, make(sampler), settings, stops=stops or [], last=last, on_step=records.append)
+    decode(
+        predictor,
+        make(sampler),
+        settings,
+        stops=stops or [],
+        last=last,
+        on_step=records.append,
+        probes=probes,
+    )
     return Run(canvas.tokens, canvas.is_open, records, canvas, meter, baseline_flops)
 
 

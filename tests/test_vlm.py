@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import dlm_decode
+from dlm_decode.cost import forward_flops
 from dlm_decode.errors import (
     CheckpointError,
     InvalidInputError,
@@ -212,19 +213,40 @@ def test_lown_limits_on_a_real_model(vlm):
     assert always.cost.relative == 1.0
     routed = vlm.generate(QUESTION, sampler="lown", **options)
     assert len(routed.trajectory) <= 6
-    full, text = (routed.cost.forwards[view, "full"] for view in ("FULL", "TEXT_ONLY"))
-    prompt = routed.cost.prompt_lengths[0]
-    from dlm_decode.cost import forward_flops
-
-    geometry = vlm.model.geometry
-    long, short = prompt + 12, prompt + 12 - routed.cost.visual_tokens[0]
-    rho = forward_flops(geometry, short, short) / forward_flops(geometry, long, long)
-    assert routed.cost.relative == pytest.approx(full / 6 + text / 6 * rho)
     plain = vlm.generate(QUESTION, sampler="lown", gen_length=6, stop=False)
     assert (
         plain.sequences.tolist()
         == vlm.generate(QUESTION, gen_length=6, stop=False).sequences.tolist()
     )
+
+
+def test_relative_cost_is_pi_f_plus_sigma_rho(vlm):
+    """Both sides are counted on their own: the shares from forwards, pi and rho from lengths."""
+    options = {"images": picture(), "gen_length": 12, "steps": 6, "block_length": 6, "stop": False}
+    whole = vlm.generate(QUESTION, **options).cost
+    for stages in ([], ["stride:keep_ratio=0.5"]):
+        cost = vlm.generate([QUESTION] * 2, sampler="lown", stages=stages, **twice(options)).cost
+        for row in range(2):
+            length = cost.prompt_lengths[row] + 12
+            costs = [
+                forward_flops(vlm.model.geometry, count, count)
+                for count in (length, length - cost.visual_tokens[row])
+            ]
+            unpruned = whole.prompt_lengths[0] + 12
+            pi, rho = (c / forward_flops(vlm.model.geometry, unpruned, unpruned) for c in costs)
+            f, sigma = (cost.row_forwards[row][view] / 6 for view in ("FULL", "TEXT_ONLY"))
+            shares = cost.routing(row)
+            assert (shares.f, shares.sigma) == (f, sigma)
+            assert (shares.pi, shares.rho) == (pytest.approx(pi), pytest.approx(rho))
+            spent = cost.row_flops[row] / cost.row_baseline_flops[row]
+            assert shares.relative == pytest.approx(spent) == pytest.approx(pi * f + sigma * rho)
+        assert (pi < 1) is bool(stages)
+    with pytest.raises(InvalidInputError, match="not defined with cfg_scale"):
+        vlm.generate(QUESTION, cfg_scale=0.5, **options).cost.routing()
+
+
+def twice(options):
+    return {**options, "images": [options["images"]] * 2}
 
 
 def test_trajectory_file_round_trip(vlm, tmp_path):

@@ -32,6 +32,7 @@ from dlm_decode.predictor import Predictor
 from dlm_decode.samplers.baseline import Baseline
 from dlm_decode.settings import Settings
 from dlm_decode.training.data import GRID, NAMES, SPECIAL_TOKENS, ScenePool
+from dlm_decode.training.muon import Muon
 
 __all__ = ["CANVAS", "Encoder", "Reader", "Stage", "greedy_answers", "train_language"]
 
@@ -63,6 +64,7 @@ class Stage:
         patches: patches shown for the objects, their anchors first; `None` shows every patch.
         background: further patches shown, drawn from what is left.
         final_rate: rate at the end, as a share of `rate`.
+        full_share: share of the questions whose whole answer is masked, as decoding begins.
         is_flat: every word weighs the same. Weights teach faster, but bias answers towards words
             that weigh more; a flat stage at the end takes that out.
     """
@@ -74,6 +76,7 @@ class Stage:
     patches: int | None = None
     background: int = 0
     final_rate: float = 0.1
+    full_share: float = 0.3
     is_flat: bool = False
 
 
@@ -136,6 +139,8 @@ class Encoder:
         for word, index in self.ids.items():
             if word in _CONTENT:
                 self.weights[index] = 3.0
+        for word in ("yes", "no", *"abcd"):
+            self.weights[self.ids[word]] = 6.0
         self.weights[: len(SPECIAL_TOKENS)] = 0.05
 
     def words(self, text: str) -> list[int]:
@@ -266,7 +271,7 @@ class Drawer:
         text = self.encoder.batch(samples, gap)
         features, visual_positions, visual_real = self.visual(rows, stage, has_image, numbers)
         ratio = torch.from_numpy(numbers.random((len(rows), 1)))
-        is_full = torch.from_numpy(numbers.random((len(rows), 1)) < 0.3)
+        is_full = torch.from_numpy(numbers.random((len(rows), 1)) < stage.full_share)
         is_masked = torch.from_numpy(numbers.random(text["response"].shape)) < torch.where(
             is_full, 1.0, ratio
         )
@@ -282,6 +287,7 @@ class Drawer:
         }
 
 
+_MUON_RATE = 10.0  # Muon's learning rate, in units of AdamW's
 _INPUTS = ("tokens", "positions", "is_real", "features", "visual_index")
 
 
@@ -397,12 +403,11 @@ def train_language(
     for number, stage in enumerate(stages):
         if saved and saved["stage"] > number:
             continue
-        optimizer = torch.optim.AdamW(
-            reader.parameters(), lr=stage.rate, betas=(0.9, 0.98), weight_decay=0.02
-        )
+        optimizers = _optimizers(reader)
         first = 0
         if saved and saved["stage"] == number:
-            optimizer.load_state_dict(saved["optimizer"])
+            for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
             first = saved["step"]
         weights = drawer.encoder.weights
         if stage.is_flat:
@@ -413,12 +418,14 @@ def train_language(
             reader.zero_grad(set_to_none=True)
             loss.backward()
             nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = _rate(stage, step)
-            optimizer.step()
+            for optimizer, factor in zip(optimizers, (1.0, _MUON_RATE), strict=True):
+                for group in optimizer.param_groups:
+                    group["lr"] = factor * _rate(stage, step)
+                optimizer.step()
             total += loss.item()
             if (step + 1) % evaluate_every == 0 or step + 1 == stage.steps:
-                state = {"model": reader.state_dict(), "optimizer": optimizer.state_dict()}
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                state = {"model": reader.state_dict(), "optimizers": states}
                 torch.save({**state, "stage": number, "step": step + 1}, path.with_suffix(".tmp"))
                 path.with_suffix(".tmp").replace(path)
                 mean_loss = total / (step + 1 - first)
@@ -439,6 +446,16 @@ def train_language(
                 )
         saved = None
     return reader
+
+
+def _optimizers(reader: Reader) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """AdamW for embeddings, head, projector and norms; Muon for the hidden matrices."""
+    named = dict(reader.language.named_parameters())
+    hidden = [name for name in named if ".layers." in name and named[name].ndim == 2]
+    matrices = [named[name] for name in hidden]
+    others = [p for name, p in reader.named_parameters() if name[len("language.") :] not in hidden]
+    adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.02)
+    return adam, Muon(matrices, lr=0.0)
 
 
 def _rate(stage: Stage, step: int) -> float:
