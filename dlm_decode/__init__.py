@@ -4,7 +4,7 @@
 import dlm_decode
 
 vlm = dlm_decode.load("tiny")
-out = vlm.generate("What colour is the large circle?", images=["scene.png"])
+out = vlm.generate("What colour is the large circle?", images=["dlm_decode/data/demo/shapes.png"])
 print(out.text, out.cost.summary())
 ```
 """
@@ -15,10 +15,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlm_decode import models, samplers, stages
+    from dlm_decode import cache, models, samplers, stages
     from dlm_decode.vlm import DiffusionVlm, Output, load, shipped_models
 
-__all__ = ["DiffusionVlm", "Output", "load", "models", "samplers", "shipped_models", "stages"]
+__all__ = [
+    "DiffusionVlm",
+    "Output",
+    "cache",
+    "load",
+    "models",
+    "samplers",
+    "shipped_models",
+    "stages",
+]
 
 _LOCATIONS = {
     name: "dlm_decode.vlm" for name in ("DiffusionVlm", "Output", "load", "shipped_models")

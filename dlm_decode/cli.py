@@ -120,6 +120,11 @@ def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="vision stage, as in stride:keep_ratio=0.5; repeatable",
     )
+    parser.add_argument(
+        "--cache",
+        help="cache policy, as in prefix:refresh_interval=32; none for none "
+        "(default: the sampler's own)",
+    )
     parser.add_argument("--gen-length", type=int, help="canvas length in tokens")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--block-length", type=int)
@@ -133,6 +138,7 @@ def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    from dlm_decode import cache as caches
     from dlm_decode import samplers
 
     spec = arguments.sampler
@@ -142,6 +148,7 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
                 raise InvalidInputError(f"--set {entry!r} is not KEY=VALUE.")
         spec += ("," if ":" in spec else ":") + ",".join(arguments.set)
     names = (
+        "cache",
         "gen_length",
         "steps",
         "block_length",
@@ -152,6 +159,8 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "eos_last",
     )
     options = {name: getattr(arguments, name) for name in names}
+    if arguments.cache not in (None, "none"):
+        options["cache"] = caches.make(arguments.cache)
     return {"sampler": samplers.make(spec), "stages": arguments.stage, **options}
 
 
@@ -228,19 +237,24 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _add_list(commands: Any) -> None:
     parser = _command(commands, "list", "Names of what is installed.", _list)
     parser.add_argument(
-        "what", nargs="?", choices=("models", "samplers", "stages"), help="only these"
+        "what", nargs="?", choices=("models", "samplers", "caches", "stages"), help="only these"
     )
     parser.add_argument("--json", action="store_true")
 
 
 def _list(arguments: argparse.Namespace) -> int:
     import dlm_decode
+    from dlm_decode import cache as caches
     from dlm_decode import models, samplers, stages
 
     listing = {
         "models": {"shipped": dlm_decode.shipped_models(), "types": models.names()},
-        "samplers": {name: _first_line(samplers.get(name)) for name in samplers.names()},
-        "stages": {name: _first_line(type(stages.make(name))) for name in stages.names()},
+        "samplers": {
+            **{name: _first_line(samplers.get(name)) for name in samplers.names()},
+            **{name: f"= {spec}" for name, spec in samplers.aliases().items()},
+        },
+        "caches": {name: _first_line(caches.get(name)) for name in caches.names()},
+        "stages": {name: _first_line(stages.get(name)) for name in stages.names()},
     }
     if arguments.what:
         listing = {arguments.what: listing[arguments.what]}

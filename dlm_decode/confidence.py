@@ -17,6 +17,7 @@ __all__ = ["Proposal", "propose", "rank_descending", "select_top"]
 
 _VOCABULARY_SLICE = 16384
 _LARGEST_GAP = 80.0  # exp of more overflows float32
+_LAST_GROUP = 127  # behind every group that a caller names
 
 
 @dataclass(frozen=True)
@@ -130,14 +131,14 @@ def _gumbel_argmax(logits: Tensor, temperature: float, uniform: Tensor) -> Tenso
     return token
 
 
-def rank_descending(score: Tensor, eligible: Tensor, last: Tensor | None = None) -> Tensor:
+def rank_descending(score: Tensor, eligible: Tensor, group: Tensor | None = None) -> Tensor:
     """Rank of each eligible position by decreasing score; ties go to the lower position.
 
     Args:
         score: `(B, T)`.
         eligible: `(B, T)` bool.
-        last: `(B, T)` bool, positions that rank behind all other eligible ones, whatever their
-            score.
+        group: `(B, T)` bool or small whole numbers from 0; a position ranks behind all eligible
+            ones of a lower group, whatever their scores.
 
     Returns:
         `(B, T)` long, 0 for the first; positions that are not eligible rank behind all others.
@@ -145,16 +146,15 @@ def rank_descending(score: Tensor, eligible: Tensor, last: Tensor | None = None)
     order = torch.where(eligible, score, float("-inf")).argsort(
         dim=-1, descending=True, stable=True
     )
-    group = (~eligible).to(torch.int8) * 2
-    if last is not None:
-        group = group + (last & eligible).to(torch.int8)
-    order = order.gather(1, group.gather(1, order).argsort(dim=-1, stable=True))
+    chosen = torch.zeros_like(order) if group is None else group.long()
+    chosen = torch.where(eligible, chosen, _LAST_GROUP)
+    order = order.gather(1, chosen.gather(1, order).argsort(dim=-1, stable=True))
     positions = torch.arange(score.shape[1], device=score.device).expand_as(order)
     return torch.empty_like(order).scatter_(1, order, positions)
 
 
 def select_top(
-    score: Tensor, eligible: Tensor, quota: Tensor, last: Tensor | None = None
+    score: Tensor, eligible: Tensor, quota: Tensor, group: Tensor | None = None
 ) -> Tensor:
     """The `quota` best eligible positions of each row, as `(B, T)` bool.
 
@@ -162,6 +162,7 @@ def select_top(
         score: `(B, T)`, higher is better.
         eligible: `(B, T)` bool.
         quota: `(B,)` counts; a row with fewer eligible positions gives all of them.
-        last: `(B, T)` bool, positions to be taken only when no others are left.
+        group: as in `rank_descending`: positions of a higher group are taken only when no others
+            are left.
     """
-    return (rank_descending(score, eligible, last) < quota[:, None]) & eligible
+    return (rank_descending(score, eligible, group) < quota[:, None]) & eligible

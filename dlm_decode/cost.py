@@ -78,17 +78,19 @@ class Geometry:
     vision: VisionGeometry | None = None
 
 
-def forward_flops(geometry: Geometry, queries: int, keys: int) -> int:
+def forward_flops(geometry: Geometry, queries: int, keys: int, values: int = 0) -> int:
     """FLOPs of the decoder layers for one row.
 
     Args:
         geometry: model sizes.
-        queries: positions that are fed.
-        keys: positions that are attended to (fed plus cached).
+        queries: positions that every layer computes.
+        keys: positions that are attended to (computed plus cached).
+        values: further positions of which every layer computes the values only.
     """
     query_dim = geometry.num_heads * geometry.head_dim
     kv_dim = geometry.num_kv_heads * geometry.head_dim
     projections = 2 * queries * geometry.hidden_size * (2 * query_dim + 2 * kv_dim)
+    projections += 2 * values * geometry.hidden_size * kv_dim
     attention = 2 * 2 * queries * keys * query_dim
     mlp = 3 * 2 * queries * geometry.hidden_size * geometry.intermediate_size
     return geometry.num_layers * (projections + attention + mlp)
@@ -143,9 +145,10 @@ class Forward:
 
     Attributes:
         view: `"FULL"`, `"TEXT_ONLY"`, ... as named by the view that ran.
-        kind: `"full"` (every position fed), `"suffix"` or `"block"` (cached forwards).
+        kind: `"full"` (every position computed), or what a cache policy names it: `"suffix"`,
+            `"block"`, `"window"`, `"partial"`.
         rows: batch rows that took part.
-        queries: positions fed, per entry of `rows`.
+        queries: positions computed, per entry of `rows`.
         keys: positions attended to, per entry of `rows`.
         head_positions: positions given to the language-model head, per entry of `rows`.
         flops: FLOPs of the decoder layers, summed over `rows`.
@@ -347,9 +350,17 @@ class CostMeter:
         queries: Sequence[int],
         keys: Sequence[int],
         head_positions: Sequence[int],
+        value_positions: Sequence[int] | None = None,
     ) -> None:
-        """Adds one view's share of a model call; lengths are per entry of `rows`."""
-        per_row = [forward_flops(self.geometry, q, k) for q, k in zip(queries, keys, strict=True)]
+        """Adds one view's share of a model call; lengths are per entry of `rows`.
+
+        `value_positions` are positions beside `queries` of which only values are computed.
+        """
+        probed = [0] * len(rows) if value_positions is None else value_positions
+        per_row = [
+            forward_flops(self.geometry, *lengths)
+            for lengths in zip(queries, keys, probed, strict=True)
+        ]
         for row, flops in zip(rows, per_row, strict=True):
             self.row_flops[row] += flops
             self.row_forwards[row][view] += 1

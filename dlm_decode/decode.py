@@ -175,12 +175,17 @@ class _Progress:
         candidates = (open_per_block > 0) & (blocks >= earliest[:, None])
         has_block = candidates.any(dim=1)
         block = torch.where(has_block, candidates.to(torch.int8).argmax(dim=1), current)
-        is_new = has_block & (block != self.block)
+        is_waiting = torch.zeros_like(has_block)
+        if self.quirks.rows_share_blocks:
+            lowest = torch.where(has_block, block, len(self.steps)).min()
+            is_waiting = has_block & (block > lowest)
+            block = torch.where(is_waiting, current, block)
+        is_new = has_block & ~is_waiting & (block != self.block)
         self.num_open = torch.where(
             is_new, open_per_block.gather(1, block[:, None])[:, 0], self.num_open
         )
         self.step = torch.where(is_new, 0, self.step)
-        self.block = torch.where(has_block, block, self.block)
+        self.block = torch.where(has_block & ~is_waiting, block, self.block)
 
         columns = torch.arange(canvas.width, device=block.device)
         stop = canvas.stop_position
@@ -190,7 +195,7 @@ class _Progress:
             limit = torch.where(is_stopped, stop, limit)
         else:
             limit = torch.minimum(limit, stop)
-        is_running = has_block & ~(is_stopped & (stop <= self.starts[block]))
+        is_running = has_block & ~is_waiting & ~(is_stopped & (stop <= self.starts[block]))
         return canvas.is_open & (columns < limit[:, None]) & is_running[:, None]
 
     def quota(self) -> Tensor:

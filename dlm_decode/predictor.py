@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memory
 from dlm_decode.canvas import Canvas, Prompt
 from dlm_decode.confidence import Proposal, propose
 from dlm_decode.cost import CostMeter, forward_flops
@@ -68,6 +69,11 @@ class Prediction:
     entropy: Tensor | None = None
 
     @property
+    def is_answered(self) -> Tensor:
+        """`(B, C)` bool, where there is a proposal."""
+        return self.log_prob > float("-inf")
+
+    @property
     def confidence(self) -> Tensor:
         """`(B, C)` probability of each proposed token; 0 where nothing was asked."""
         return self.log_prob.exp()
@@ -98,6 +104,8 @@ class Predictor:
         suppressed_ids: ids that are never proposed.
         baseline_flops: per row, decoder FLOPs of the baseline sampler with the same settings and no
             stage; what a cost budget is a share of.
+        cache: policy that lets forwards reuse what earlier ones computed, one cache per view;
+            `None` recomputes everything.
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class Predictor:
         suffix_ids: Tensor | None = None,
         suppressed_ids: Sequence[int] = (),
         baseline_flops: Sequence[int] | None = None,
+        cache: CachePolicy | None = None,
     ) -> None:
         self.model = model
         self.canvas = canvas
@@ -140,6 +149,8 @@ class Predictor:
         # Vocabulary size without rows that no token has.
         size = meter.geometry.vocab_size
         self._num_candidates = min(size, model.num_valid_tokens or size)
+        self._policy = cache
+        self._caches: dict[View, _ViewCache] = {}
         self._layouts: dict[View, _Layout] = {}
         self._forward_costs: dict[View, Tensor] = {}
         self.baseline_flops = baseline_flops
@@ -149,6 +160,11 @@ class Predictor:
     def padding_ids(self) -> tuple[int, ...]:
         """Ids that fill the canvas behind an answer."""
         return self.model.special_ids.padding
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether forwards reuse what earlier ones computed."""
+        return self._policy is not None
 
     @property
     def num_suffix(self) -> int:
@@ -167,7 +183,9 @@ class Predictor:
         positions: Tensor,
         statistics: Collection[str] = (),
         *,
+        blocks: Tensor | None = None,
         is_charged: bool = True,
+        samples: bool = True,
     ) -> Prediction:
         """One forward over the rows that ask for something.
 
@@ -177,42 +195,117 @@ class Predictor:
             view: what the forward sees.
             positions: `(B, C)` bool, canvas columns where a proposal is wanted.
             statistics: any of `"margin"` and `"entropy"`.
+            blocks: `(B,)` block of each row, which a cache policy plans by.
             is_charged: `False` is for measurements that a method would not run: the forward costs
-                nothing, and proposes argmax tokens without drawing from the rows' generators.
+                nothing, uses no cache, and proposes argmax tokens without drawing from the rows'
+                generators.
+            samples: at a temperature above 0, `False` proposes argmax tokens and draws nothing.
 
         Returns:
-            Prediction.
+            Prediction; with a cache, positions that were not fed stay unanswered.
         """
-        where = positions.nonzero()
-        asked = where.cpu()
-        rows, counts = (
-            part.tolist() for part in asked[:, 0].unique_consecutive(return_counts=True)
-        )
         prediction = self._empty(statistics)
-        if not rows:
+        asked = positions.nonzero().cpu()
+        if not len(asked):
             return prediction
-        hidden, cond_rows = self._forward(view, rows, counts, is_charged)
-        local = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts)).to(self.device)
-        first = hidden.shape[1] - self.num_suffix - self.canvas.width
-        columns = where[:, 1] + first - int(self.model.shift_logits)
-        picked = hidden[local, columns]
-        unconditional = hidden[local + cond_rows, columns] if self.settings.cfg_scale > 0 else None
-        noise = self._noise(rows, counts, asked[:, 1]) if is_charged else None
-        proposal = self._propose(picked, unconditional, noise, statistics)
-        self.has_nan |= proposal.log_prob.isnan().any()
-
-        keys = (where[:, 0], where[:, 1])
-        for name in ("tokens", "top_tokens", "log_prob", *statistics):
-            getattr(prediction, name).index_put_(keys, getattr(proposal, name))
+        rows = asked[:, 0].unique_consecutive().tolist()
+        cache = self._view_cache(view) if is_charged else None
+        if cache is None:
+            feeds = dict.fromkeys(rows, FULL_FEED)
+        else:
+            feeds = cache.plan(rows, blocks, self._layout(view).lengths)
+        self.meter.calls += 0 if not is_charged else len(set(feeds.values()))
+        for feed in dict.fromkeys(feeds.values()):
+            own = [row for row in rows if feeds[row] == feed]
+            places = asked[torch.isin(asked[:, 0], torch.tensor(own))]
+            self._run(view, own, feed, places, cache, prediction, is_charged, samples)
+        if cache is not None:
+            self.meter.kv_bytes = max(
+                self.meter.kv_bytes, sum(kept.num_bytes for kept in self._caches.values())
+            )
         return prediction
 
-    def charge(self, view: View, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Books a whole-sequence forward of some rows, `counts` positions given to the head."""
-        lengths = self.sequence_lengths(view)
-        queries = [lengths[row] for row in rows]
-        self.meter.charge(view.name, "full", rows, queries, queries, counts)
+    def _run(
+        self,
+        view: View,
+        rows: list[int],
+        feed: Feed,
+        asked: Tensor,
+        cache: _ViewCache | None,
+        prediction: Prediction,
+        is_charged: bool,
+        samples: bool,
+    ) -> None:
+        """One forward over rows with the same feed; writes what it says into `prediction`.
+
+        Args:
+            view: what the forward sees.
+            rows: batch rows.
+            feed: what is fed of them.
+            asked: `(n, 2)` row and canvas column on the host; columns that are not fed stay
+                unanswered.
+            cache: what keys and values are kept in.
+            prediction: written to.
+            is_charged: as in `__call__`.
+            samples: as in `__call__`.
+        """
+        batch = self._batch(view, rows, feed, is_cached=cache is not None)
+        local = torch.zeros(self.canvas.tokens.shape[0], dtype=torch.long)
+        local[rows] = torch.arange(len(rows))
+        # Columns of the fed part; the states that speak for a column may stand one in front of it.
+        index = local[asked[:, 0]]
+        places = (
+            asked[:, 1] + batch.canvas_start - int(self.model.shift_logits) - batch.start[index]
+        )
+        is_fed = (places >= 0) & (places < batch.num_fed)
+        asked, index, places = asked[is_fed], index[is_fed], places[is_fed]
+        counts = torch.bincount(index, minlength=len(rows)).tolist()
+        if is_charged:
+            self._charge(view, rows, counts, feed, batch)
+        inputs = (batch.embeds, batch.positions, batch.key_mask)
+        if cache is None:
+            hidden = self.model.hidden_states(*inputs)
+        else:
+            hidden = self.model.hidden_states(*inputs, cache.memory(feed, batch))
+        if not len(asked):
+            return
+        index, places = index.to(self.device), places.to(self.device)
+        picked = hidden[index, places]
+        unconditional = None
         if self.settings.cfg_scale > 0:
-            self.meter.charge("UNCONDITIONAL", "full", rows, queries, queries, counts)
+            unconditional = hidden[index + len(rows), places]
+        noise = self._noise(rows, counts, asked[:, 1]) if is_charged and samples else None
+        proposal = self._propose(picked, unconditional, noise, _statistics(prediction))
+        self.has_nan |= proposal.log_prob.isnan().any()
+        asked = asked.to(self.device)
+        for name in ("tokens", "top_tokens", "log_prob", *_statistics(prediction)):
+            values = getattr(proposal, name)
+            getattr(prediction, name).index_put_((asked[:, 0], asked[:, 1]), values)
+
+    def _charge(
+        self, view: View, rows: Sequence[int], counts: Sequence[int], feed: Feed, batch: _Batch
+    ) -> None:
+        """Books a forward of some rows, `counts` positions given to the head."""
+        lengths, tail = self.sequence_lengths(view), self.canvas.width + self.num_suffix
+        work = [
+            feed.work(
+                lengths[row] if feed.first is None else batch.num_fed,
+                lengths[row],
+                lengths[row] - tail,
+            )
+            for row in rows
+        ]
+        names = [view.name, *(["UNCONDITIONAL"] if self.settings.cfg_scale > 0 else [])]
+        for name in names:
+            self.meter.charge(
+                name,
+                feed.kind,
+                rows,
+                [queries for queries, _ in work],
+                [lengths[row] for row in rows],
+                counts,
+                [values for _, values in work],
+            )
 
     def forward_cost(self, view: View) -> Tensor:
         """`(B,)` float64 decoder FLOPs of one whole-sequence forward of each row under `view`."""
@@ -263,41 +356,65 @@ class Predictor:
             self._layouts[view] = _pad_left(prompts)
         return self._layouts[view]
 
-    def _forward(
-        self, view: View, rows: list[int], counts: list[int], is_charged: bool
-    ) -> tuple[Tensor, int]:
-        """Hidden states of the asked rows, then of their unconditional twins if there is guidance.
+    def _view_cache(self, view: View) -> _ViewCache | None:
+        if self._policy is None:
+            return None
+        if view not in self._caches:
+            lead = self.canvas.lead
+            bounds = [(first + lead, last + lead) for first, last in self.settings.schedule.bounds]
+            num_rows = len(self._prompts)
+            passes = 2 if self.settings.cfg_scale > 0 else 1
+            self._caches[view] = _ViewCache(self._policy, bounds, num_rows, passes)
+        return self._caches[view]
 
-        Returns:
-            hidden: `(R, S, D)`, or `(2R, S, D)` with the unconditional rows behind the others.
-            num_rows: R, the number of asked rows.
-        """
+    def _batch(self, view: View, rows: list[int], feed: Feed, *, is_cached: bool) -> _Batch:
+        """The fed part of the asked rows; with guidance, of their unconditional twins as well."""
         layout = self._layout(view)
         lengths = [layout.lengths[row] for row in rows]
-        start = layout.embeds.shape[1] - max(lengths)
+        # Without a cache, columns that are padding in all of these rows are left out.
+        crop = 0 if is_cached else layout.embeds.shape[1] - max(lengths)
         index = torch.tensor(rows, device=self.device)
-        prompt, canvas = layout.embeds[index, start:], self._canvas_embeds(index)
+        prompt, canvas = layout.embeds[index, crop:], self._canvas_embeds(index)
         num_rows, tail = len(rows), self.canvas.width + self.num_suffix
         suffix = [] if self._suffix is None else [self._suffix.expand(num_rows, -1, -1)]
         embeds = torch.cat([prompt, canvas, *suffix], dim=1)
         offsets = torch.arange(tail, device=self.device)
         positions = torch.cat(
-            [layout.positions[index, start:], layout.next_position[index, None] + offsets], dim=1
+            [layout.positions[index, crop:], layout.next_position[index, None] + offsets], dim=1
         )
         key_mask = None
-        if min(lengths) < max(lengths):
-            is_real = layout.is_real[index, start:]
+        if min(lengths) < prompt.shape[1]:
+            is_real = layout.is_real[index, crop:]
             key_mask = torch.cat([is_real, is_real.new_ones(num_rows, tail)], dim=1)
-
-        if is_charged:
-            self.meter.calls += 1
-            self.charge(view, rows, counts)
         if self.settings.cfg_scale > 0:
             masked = torch.cat([self._mask_embed.expand_as(prompt), canvas, *suffix], dim=1)
             masked[:, prompt.shape[1] : prompt.shape[1] + self.canvas.lead] = self._mask_embed
             embeds, positions = torch.cat([embeds, masked]), torch.cat([positions, positions])
             key_mask = None if key_mask is None else torch.cat([key_mask, key_mask])
-        return self.model.hidden_states(embeds, positions, key_mask), num_rows
+
+        start, columns, total = torch.zeros(num_rows, dtype=torch.long), None, embeds.shape[1]
+        if feed.first is not None:
+            first, last = self._fed_columns(feed, prompt.shape[1], total)
+            start += first
+            columns = torch.arange(first, last, device=self.device).expand(len(embeds), -1)
+            embeds, positions = embeds[:, first:last], positions[:, first:last]
+        return _Batch(
+            embeds=embeds,
+            positions=positions,
+            key_mask=key_mask,
+            rows=index,
+            columns=columns,
+            start=start,
+            canvas_start=prompt.shape[1],
+        )
+
+    def _fed_columns(self, feed: Feed, canvas_start: int, total: int) -> tuple[int, int]:
+        """First sequence column that is fed, and the one behind the last."""
+        if feed.first is None:
+            raise AssertionError("the whole sequence is fed")
+        first = canvas_start + feed.first - int(self.model.shift_logits)
+        last = total if feed.last is None else canvas_start + feed.last
+        return max(first, 0), min(last, total)
 
     def _canvas_embeds(self, rows: Tensor) -> Tensor:
         embeds = self.model.embed(self.canvas.tokens[rows].clamp_min(0))
@@ -379,6 +496,77 @@ class Predictor:
                 for name in ("tokens", "top_tokens", "log_prob", *statistics)
             }
         )
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """One forward's input; R rows, doubled by guidance in the first three and in `columns`."""
+
+    embeds: Tensor
+    positions: Tensor
+    key_mask: Tensor | None
+    rows: Tensor  # (R,)
+    columns: Tensor | None  # (R, n) sequence columns that are fed; None for all
+    start: Tensor  # (R,) on the host: sequence column of the first fed position
+    canvas_start: int
+
+    @property
+    def num_fed(self) -> int:
+        return self.embeds.shape[1]
+
+
+class _ViewCache:
+    """A policy's cache for one view, and where each row is as that view counts."""
+
+    def __init__(
+        self, policy: CachePolicy, bounds: list[tuple[int, int]], num_rows: int, passes: int
+    ) -> None:
+        self._policy, self._bounds = policy, bounds
+        self._cache = policy.start()
+        self._num_rows, self._passes = num_rows, passes
+        self._block, self._in_block, self._forwards = ([value] * num_rows for value in (-1, 0, 0))
+
+    @property
+    def num_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    def plan(
+        self, rows: list[int], blocks: Tensor | None, prompt_lengths: Sequence[int]
+    ) -> dict[int, Feed]:
+        """Each row's feed, for a forward that then runs; no feed reaches into a row's padding."""
+        if blocks is None:
+            raise AssertionError("a cache policy plans by blocks")
+        feeds = {}
+        current = blocks.tolist()
+        for row in rows:
+            if current[row] != self._block[row]:
+                self._block[row], self._in_block[row] = current[row], 0
+            first, last = self._bounds[current[row]]
+            clock = Clock(first, last, self._in_block[row], self._forwards[row])
+            feed = self._policy.plan(clock)
+            if feed.first is not None and feed.first < -prompt_lengths[row]:
+                feed = replace(feed, first=-prompt_lengths[row])
+            feeds[row] = feed
+            self._in_block[row] += 1
+            self._forwards[row] += 1
+        return feeds
+
+    def memory(self, feed: Feed, batch: _Batch) -> Memory:
+        twins = [batch.rows + part * self._num_rows for part in range(self._passes)]
+        return self._cache.memory(
+            Fed(
+                feed=feed,
+                rows=torch.cat(twins),
+                num_rows=self._num_rows * self._passes,
+                columns=batch.columns,
+                num_prompt=batch.canvas_start,
+            )
+        )
+
+
+def _statistics(prediction: Prediction) -> tuple[str, ...]:
+    """Which of the optional statistics a prediction holds."""
+    return tuple(name for name in ("margin", "entropy") if getattr(prediction, name) is not None)
 
 
 def _chunks(total: int, size: int) -> list[int]:

@@ -43,11 +43,12 @@ class StepRecord:
         commit: positions committed.
         tokens: proposed tokens, read at `commit`.
         confidence: probability of the proposed tokens.
-        draft: top proposals at open positions; the mask id where there was none.
+        draft: top proposals at open positions; -1 where there was none.
         draft_confidence: their probabilities.
         reasons: masks by reason.
         info: further `(B,)` tensors of the sampler.
         lead: canvas columns in front of the response.
+        per_token: further `(B, C)` tensors of the sampler, read at `commit`.
         probes: what further views would have proposed, by name of the view.
     """
 
@@ -64,6 +65,7 @@ class StepRecord:
     reasons: dict[str, Tensor]
     info: dict[str, Tensor]
     lead: int
+    per_token: dict[str, Tensor] = field(default_factory=dict)
     probes: dict[str, Prediction] = field(default_factory=dict)
 
     @classmethod
@@ -97,6 +99,7 @@ class StepRecord:
             reasons={**step.reasons, "fallback": forced},
             info=dict(step.info),
             lead=canvas.lead,
+            per_token=dict(step.per_token),
             probes=dict(probes),
         )
 
@@ -108,6 +111,7 @@ class StepRecord:
         draft_confidence = self.draft_confidence.cpu()
         reasons = {name: mask.cpu() for name, mask in self.reasons.items()}
         info = {name: value.cpu() for name, value in self.info.items()}
+        per_token = {name: value.cpu() for name, value in self.per_token.items()}
         active, block = self.active.tolist(), self.block.tolist()
         probes = {
             name: (probe.tokens.cpu(), probe.confidence.cpu())
@@ -144,6 +148,10 @@ class StepRecord:
                     "info": {name: value[row].item() for name, value in info.items()},
                 }
             )
+            if per_token:
+                rows[-1]["per_token"] = {
+                    name: value[row][commit[row]].tolist() for name, value in per_token.items()
+                }
             if probes:
                 rows[-1]["probes"] = {
                     name: [
@@ -185,7 +193,9 @@ class Trajectory:
 
         A step has `step`, `seconds`, `forwards` and per active row `block`, `route`, `commits` as
         `[position, token, text, confidence, reason]`, `draft` as `[position, token, text,
-        confidence]`, `info`, and where views were probed `probes`, a list like `draft` per view.
+        confidence]`, and `info`. Where a sampler says more about its commits there is `per_token`,
+        a list per name in the order of `commits`; where views were probed, `probes` has a list like
+        `draft` per view.
         """
         yield self.run
         for step in self.steps:
@@ -226,7 +236,9 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
         raise InvalidInputError(
             f"no trajectory file at {str(path)!r}; record one with --trajectory out.jsonl."
         )
-    lines: Sequence[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines: Sequence[str] = (
+        path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
+    )
     records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -37,6 +37,7 @@ class Registry(Generic[T]):
         self.package = package
         self.group = group
         self._classes: dict[str, type[Any]] = {}
+        self._aliases: dict[str, str] = {}
         self._is_loaded = False
 
     def register(self, name: str) -> Callable[[C], C]:
@@ -59,6 +60,16 @@ class Registry(Generic[T]):
 
         return decorate
 
+    def register_alias(self, name: str, spec: str) -> None:
+        """Makes `name` stand for `spec`; options behind `name` win over those in `spec`.
+
+        Raises:
+            InvalidInputError: the name stands for something else.
+        """
+        if name in self._classes or self._aliases.get(name, spec) != spec:
+            raise InvalidInputError(f"{self.kind} name {name!r} is taken; choose another.")
+        self._aliases[name] = spec
+
     def _load(self) -> None:
         if self._is_loaded:
             return
@@ -75,6 +86,11 @@ class Registry(Generic[T]):
         self._load()
         return sorted(self._classes)
 
+    def aliases(self) -> dict[str, str]:
+        """Names that stand for a spec, sorted."""
+        self._load()
+        return dict(sorted(self._aliases.items()))
+
     def get(self, name: str) -> type[T]:
         """The class behind `name`.
 
@@ -83,7 +99,7 @@ class Registry(Generic[T]):
         """
         self._load()
         if name not in self._classes:
-            raise UnknownNameError(self.kind, name, self._classes)
+            raise UnknownNameError(self.kind, name, [*self._classes, *self._aliases])
         return self._classes[name]
 
     def make(self, spec: T | str, options: Mapping[str, Any] | None = None) -> T:
@@ -113,8 +129,11 @@ class Registry(Generic[T]):
                 )
             return spec
         name, _, rest = spec.partition(":")
-        cls = self.get(name.strip())
         knobs = {**_parse_options(rest, spec), **(options or {})}
+        self._load()
+        if name.strip() in self._aliases:
+            return self.make(self._aliases[name.strip()], knobs)
+        cls = self.get(name.strip())
         allowed = {field.name for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
         for key in knobs:
             if key not in allowed:

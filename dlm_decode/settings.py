@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.schedule import BlockSchedule
 
-__all__ = ["DEFAULT_QUIRKS", "OFFICIAL_QUIRKS", "Quirks", "Settings", "resolve_settings"]
+__all__ = ["DEFAULT_QUIRKS", "OFFICIAL_QUIRKS", "PRESETS", "Quirks", "Settings", "resolve_settings"]
 
 DEFAULT_GEN_LENGTH = 64
 
@@ -31,7 +31,7 @@ class Settings:
         eos_last: end-of-sequence ids may be predicted, but are committed only when nothing else is
             left to commit.
         preset: `"official"` reproduces the model's own program with its quirks; `None` has them
-            fixed.
+            fixed. The others of `PRESETS` come with samplers that reproduce a program.
     """
 
     gen_length: int = DEFAULT_GEN_LENGTH
@@ -41,7 +41,7 @@ class Settings:
     cfg_scale: float = 0.0
     seed: int | tuple[int, ...] = 0
     eos_last: bool = False
-    preset: Literal["official"] | None = None
+    preset: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("temperature", "cfg_scale"):
@@ -54,8 +54,8 @@ class Settings:
                 raise InvalidInputError(
                     f"{name} must be a finite number of at least 0, got {value!r}."
                 )
-        if self.preset not in (None, "official"):
-            raise UnknownNameError("preset", str(self.preset), ["official"])
+        if self.preset is not None and self.preset not in PRESETS:
+            raise UnknownNameError("preset", str(self.preset), PRESETS)
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
         if not all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds):
             raise InvalidInputError(
@@ -73,12 +73,12 @@ class Settings:
     @property
     def quirks(self) -> Quirks:
         """Switches of the preset."""
-        return OFFICIAL_QUIRKS if self.preset == "official" else DEFAULT_QUIRKS
+        return DEFAULT_QUIRKS if self.preset is None else PRESETS[self.preset]
 
 
 @dataclass(frozen=True)
 class Quirks:
-    """Behaviour of the official LLaDA and LLaDA-V programs that the default fixes.
+    """Behaviour of published programs that the default fixes.
 
     Attributes:
         may_predict_mask: the mask id is a candidate; a predicted mask id stays open and can survive
@@ -94,6 +94,7 @@ class Quirks:
         has_default_stops: the model's own stop ids apply when no stop is given.
         drops_token_after_image: the tokenizer helper loses the first token after each image
             placeholder.
+        rows_share_blocks: rows of a batch wait until all of them have finished a block.
     """
 
     may_predict_mask: bool = False
@@ -103,6 +104,7 @@ class Quirks:
     random_stream: Literal["rows", "full"] = "rows"
     has_default_stops: bool = True
     drops_token_after_image: bool = False
+    rows_share_blocks: bool = False
 
 
 DEFAULT_QUIRKS = Quirks()
@@ -115,6 +117,14 @@ OFFICIAL_QUIRKS = Quirks(
     has_default_stops=False,
     drops_token_after_image=True,
 )
+_FAST_DLLM = Quirks(has_default_stops=False, rows_share_blocks=True)
+PRESETS: dict[str, Quirks] = {
+    "official": OFFICIAL_QUIRKS,
+    "fast_dllm@2025-06": _FAST_DLLM,
+    "fast_dllm@2026-04": _FAST_DLLM,
+    "fast_dllm@2026-04/dual": dataclasses.replace(_FAST_DLLM, blocks_end_after_steps=True),
+}
+"""By name, what a preset changes. "official" is the program of LLaDA and LLaDA-V."""
 
 
 def resolve_settings(given: Mapping[str, Any], model_defaults: Mapping[str, Any]) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from dlm_decode import cache as caches
 from dlm_decode import models, samplers, vision
+from dlm_decode.cache import CachePolicy
 from dlm_decode.canvas import Canvas, Prompt
 from dlm_decode.cost import Cost, CostMeter, forward_flops, vision_flops
 from dlm_decode.decode import decode
@@ -155,6 +158,15 @@ class DiffusionVlm:
         """Where prompts and canvas live: with the input embeddings."""
         return cast(nn.Embedding, self.model.get_input_embeddings()).weight.device
 
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of some numbers of every weight, to tell two trainings of a model apart."""
+        digest = hashlib.sha256()
+        for name, weight in self.model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(weight.flatten()[:64].float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     @torch.no_grad()
     def generate(
         self,
@@ -164,7 +176,7 @@ class DiffusionVlm:
         *,
         sampler: Sampler | str = "baseline",
         stages: Sequence[Stage | str] = (),
-        cache: str | None = None,
+        cache: CachePolicy | str | None = None,
         gen_length: int | None = None,
         steps: int | None = None,
         block_length: int | None = None,
@@ -199,7 +211,8 @@ class DiffusionVlm:
             videos: likewise; a video is a file, a folder of frames, or a sequence of images.
             sampler: name, spec (`"baseline:remasking=margin"`) or instance.
             stages: vision stages that shrink the prompt, in order; names, specs or instances.
-            cache: name of a cache policy; `None` recomputes everything in each step.
+            cache: cache policy, as a name, a spec (`"prefix:refresh_interval=32"`) or an instance;
+                `None` is the sampler's own (most have none), `"none"` recomputes everything.
             gen_length: canvas length in tokens.
             steps: steps over all blocks; default `gen_length`, one token per step.
             block_length: positions per block; default `gen_length`, one block.
@@ -207,7 +220,8 @@ class DiffusionVlm:
             cfg_scale: classifier-free guidance; 0 is off.
             seed: one number (every row uses it), or one per row.
             eos_last: commit end-of-sequence ids only when nothing else is left.
-            preset: `"official"` for the official program with its quirks.
+            preset: `"official"` for the official program with its quirks; `None` is the sampler's
+                own (most have none).
             stop: stop strings, ids or id sequences, in addition to the model's own; `False` for no
                 stop at all. With the official preset only what is given here stops.
             suffix: text or ids that follow the canvas and are read by the model; appended to
@@ -241,8 +255,7 @@ class DiffusionVlm:
         began = time.perf_counter()
         chosen_sampler = samplers.make(sampler)
         chosen_stages = [vision.make(stage) for stage in stages]
-        if cache is not None:
-            raise UnknownNameError("cache policy", str(cache), [])
+        chosen_cache = _cache_policy(cache, chosen_sampler)
         settings = resolve_settings(
             {
                 "gen_length": _prefill_length(prefill, self._encode)
@@ -254,7 +267,9 @@ class DiffusionVlm:
                 "cfg_scale": cfg_scale,
                 "seed": tuple(seed) if isinstance(seed, (list, tuple)) else seed,
                 "eos_last": eos_last,
-                "preset": preset,
+                "preset": _sampler_preset(chosen_sampler, chosen_cache)
+                if preset is None
+                else preset,
             },
             self.generation_defaults,
         )
@@ -302,9 +317,12 @@ class DiffusionVlm:
             suffix_ids=None if suffix_ids is None else torch.tensor(suffix_ids),
             suppressed_ids=self._suppressed(suppress_token_ids),
             baseline_flops=[flops for flops, _ in baseline],
+            cache=chosen_cache,
         )
         trajectory = Trajectory(
-            run=self._run_record(chosen_sampler, chosen_stages, settings, rows, prompts),
+            run=self._run_record(
+                chosen_sampler, chosen_stages, chosen_cache, settings, rows, prompts
+            ),
             text_of=self.token_text,
         )
         if probe is not None:
@@ -550,6 +568,7 @@ class DiffusionVlm:
         self,
         sampler: Sampler,
         stages: Sequence[Stage],
+        cache: CachePolicy | None,
         settings: Settings,
         rows: Sequence[RowInput],
         prompts: Sequence[Prompt],
@@ -571,6 +590,7 @@ class DiffusionVlm:
             "device": str(self.device),
             "sampler": describe(sampler),
             "stages": [describe(stage) for stage in stages],
+            "cache": None if cache is None else describe(cache),
             "settings": fields,
             "mask_token_id": self.model.special_ids.mask,
             "padding_ids": list(self.model.special_ids.padding),
@@ -633,6 +653,16 @@ class DiffusionVlm:
             streamer.end()
         text = texts if texts is None or is_batch else texts[0]
         return Output(text, sequences.to(self.device), trajectory, cost, positions)
+
+
+def _cache_policy(cache: CachePolicy | str | None, sampler: Sampler) -> CachePolicy | None:
+    chosen = getattr(sampler, "cache", None) if cache is None else cache
+    return None if chosen in (None, "none") else caches.make(chosen)
+
+
+def _sampler_preset(sampler: Sampler, cache: CachePolicy | None) -> str | None:
+    chosen = getattr(sampler, "preset", None)
+    return None if chosen is None else chosen(cache)
 
 
 def _probes(probe: str | None) -> tuple[View, ...]:

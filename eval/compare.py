@@ -33,7 +33,11 @@ _COLUMNS = ("name", "score", "kept", "relative_cost", "forwards", "seconds", "wo
 class Variant:
     """One setting, written `SAMPLER[+STAGE...][@key=value,...]`.
 
-    Example: `"lown:guard=none+stride:keep_ratio=0.5@steps=16"`.
+    Keys are arguments of `generate`. A spec with several options separates them by semicolons
+    behind the `@`.
+
+    Examples: `"lown:guard=none+stride:keep_ratio=0.5@steps=16"`,
+    `"baseline@cache=dllm:gen_interval=4;transfer_ratio=0.5"`.
 
     Attributes:
         name: as written.
@@ -51,15 +55,18 @@ class Variant:
             UnknownNameError: an unknown sampler, stage or option.
             InvalidInputError: a malformed text.
         """
-        from dlm_decode import samplers, vision
+        from dlm_decode import cache, samplers, vision
 
-        methods, _, tail = text.partition("@")
-        sampler, *stages = methods.split("+")
+        alias = max((n for n in samplers.aliases() if text.startswith(n)), key=len, default="")
+        methods, _, tail = text[len(alias) :].partition("@")
+        rest, *stages = methods.split("+")
+        sampler = alias + rest
         options: dict[str, Any] = {
             "sampler": samplers.make(sampler),
             "stages": [vision.make(stage) for stage in stages],
         }
         allowed = ("steps", "gen_length", "block_length", "temperature", "seed", "cfg_scale")
+        allowed = (*allowed, "cache")
         for part in filter(None, tail.split(",")):
             key, equals, value = part.partition("=")
             if key.strip() not in allowed or not equals:
@@ -67,6 +74,10 @@ class Variant:
                     f"cannot read {part!r} in variant {text!r}; after @ come key=value pairs of "
                     f"{', '.join(allowed)}."
                 )
+            if key.strip() == "cache":
+                spec = value.replace(";", ",")
+                options["cache"] = spec if spec == "none" else cache.make(spec)
+                continue
             try:
                 options[key.strip()] = json.loads(value)
             except json.JSONDecodeError:

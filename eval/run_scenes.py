@@ -16,6 +16,7 @@ from dlm_decode.errors import InvalidInputError
 from dlm_decode.eval.scene_questions import SceneSample, heldout_samples, score
 from dlm_decode.eval.scenes import DATA_VERSION
 from dlm_decode.registry import describe
+from dlm_decode.settings import resolve_settings
 
 if TYPE_CHECKING:
     from dlm_decode.vlm import DiffusionVlm
@@ -80,20 +81,21 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def settings_of(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> dict[str, Any]:
     """What an output file depends on, as its first line says."""
-    from dlm_decode import samplers, vision
+    from dlm_decode import cache, samplers, vision
 
-    named = {
-        key: value
-        for key, value in options.items()
-        if value is not None and key not in ("sampler", "stages")
+    lengths = {
+        key: value for key, value in options.items() if key not in ("sampler", "stages", "cache")
     }
+    policy = options.get("cache")
     return {
         "model": vlm.name,
+        "weights": vlm.fingerprint,
         "data": DATA_VERSION,
         "dtype": str(vlm.model.dtype).removeprefix("torch."),
-        "sampler": describe(samplers.make(options.get("sampler", "baseline"))),
+        "sampler": describe(samplers.make(options.get("sampler") or "baseline")),
         "stages": [describe(vision.make(stage)) for stage in options.get("stages") or ()],
-        "options": named,
+        "cache": policy if policy in (None, "none") else describe(cache.make(policy)),
+        "options": vars(resolve_settings(lengths, vlm.generation_defaults)),
         "is_blind": is_blind,
     }
 
@@ -126,7 +128,7 @@ class Results:
         if not self.path.exists() or not self.path.read_text(encoding="utf-8").strip():
             return {}
         entries = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
+        for line in self.path.read_text(encoding="utf-8").split("\n"):
             try:
                 entries.append(json.loads(line))
             except json.JSONDecodeError:

@@ -39,7 +39,9 @@ def check_backend(name: str) -> None:
             )
 
 
-def mask_for(backend: str, key_mask: Tensor | None, num_queries: int) -> Any:
+def mask_for(
+    backend: str, key_mask: Tensor | None, num_queries: int, *, is_cached: bool = False
+) -> Any:
     """What `attend` takes as `mask`, made once for all layers.
 
     Args:
@@ -47,12 +49,18 @@ def mask_for(backend: str, key_mask: Tensor | None, num_queries: int) -> Any:
         key_mask: `(B, K)` bool, `True` at real keys; `None` for no padding, and then no mask is
             built.
         num_queries: Q.
+        is_cached: queries may be a part of the sequence. Padded batches then go through sdpa,
+            whatever the backend.
 
     Returns:
         A bool tensor that broadcasts over heads and queries, a block mask for flex attention, or
         `None`. No `(Q, K)` tensor.
     """
-    if key_mask is None or backend == "flash_attention_2":
+    if key_mask is None:
+        return None
+    if is_cached:
+        return key_mask[:, None, None, :]
+    if backend == "flash_attention_2":
         return key_mask
     if backend != "flex_attention":
         return key_mask[:, None, None, :]
@@ -84,9 +92,10 @@ def attend(module: LLaDAAttention, query: Tensor, key: Tensor, value: Tensor, ma
     if backend == "eager":
         return _eager(query, key, value, mask)
     is_grouped = query.shape[1] != key.shape[1]
-    if backend == "flex_attention":
+    is_dense = isinstance(mask, Tensor) and mask.dim() == 4
+    if backend == "flex_attention" and not is_dense:
         return _flex(query.device.type)(query, key, value, block_mask=mask, enable_gqa=is_grouped)
-    if backend == "flash_attention_2":
+    if backend == "flash_attention_2" and not is_dense:
         return _flash(module, query, key, value, mask)
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=is_grouped

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dlm_decode.cache.base import Memory
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Prompt
 from dlm_decode.cost import Geometry
 from dlm_decode.errors import InvalidInputError
@@ -48,14 +49,20 @@ class DiffusionModel(PreTrainedModel):
         return self.get_input_embeddings()(ids)
 
     def hidden_states(
-        self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        key_mask: Tensor | None = None,
+        memory: Memory | None = None,
     ) -> Tensor:
         """States after the final norm.
 
         Args:
-            inputs_embeds: `(B, S, D)`.
+            inputs_embeds: `(B, S, D)`; with a memory possibly a part of the sequence.
             position_ids: `(B, S)` rotary positions.
-            key_mask: `(B, S)` bool, `True` at real positions; `None` when nothing is padded.
+            key_mask: `(B, K)` bool, `True` at real positions; `None` when nothing is padded. K is S
+                without a memory, and else the length of the whole sequence.
+            memory: runs the layers against what a cache policy keeps.
 
         Returns:
             `(B, S, D)`; rows at padded positions are meaningless.

@@ -5,18 +5,22 @@ Source: LLaDA (arXiv 2502.09992) and its published checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dlm_decode.cache.base import Memory
 from dlm_decode.cost import Geometry
 from dlm_decode.models import register_model
 from dlm_decode.models.attention import attend, mask_for
 from dlm_decode.models.base import DiffusionModel
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.key_names import register_renames
+
+Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 __all__ = ["LLaDABackbone", "LLaDALayer", "LLaDAModelLM", "RMSNorm", "rotary"]
 
@@ -79,13 +83,31 @@ class LLaDAAttention(nn.Module):
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Any) -> Tensor:
-        """`(B, S, D)` to `(B, S, D)`; arguments as in `LLaDALayer`."""
+    def project(
+        self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(B, H, S, d)`, keys and values `(B, H_kv, S, d)` of `(B, S, D)`."""
         query = _rotate(self._heads(self.q_proj(hidden)), *cos_sin)
         key = _rotate(self._heads(self.k_proj(hidden)), *cos_sin)
-        value = self._heads(self.v_proj(hidden))
+        return query, key, self._heads(self.v_proj(hidden))
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        """`(B, S, D)` from queries of S positions and keys and values of K."""
         mixed = attend(self, query, key, value, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        mask: Any,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """`(B, S, D)` to `(B, S, D)`; arguments as in `LLaDALayer`."""
+        query, key, value = self.project(hidden, cos_sin)
+        if keep is not None:
+            key, value = keep(key, value)
+        return self.mix(query, key, value, mask)
 
 
 class LLaDAMLP(nn.Module):
@@ -113,15 +135,22 @@ class LLaDALayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LLaDAMLP(config)
 
-    def forward(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor], mask: Any) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        mask: Any,
+        keep: Keep | None = None,
+    ) -> Tensor:
         """One layer.
 
         Args:
             hidden: `(B, S, D)`.
             cos_sin: from `rotary`.
             mask: from `mask_for`.
+            keep: takes the keys and values of the S positions, and returns those to attend to.
         """
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos_sin, mask)
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos_sin, mask, keep)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -136,15 +165,28 @@ class LLaDABackbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        key_mask: Tensor | None = None,
+        memory: Memory | None = None,
     ) -> Tensor:
         """See `DiffusionModel.hidden_states`."""
         config = self.config
         cos_sin = rotary(position_ids, config.head_dim, config.rope_theta, inputs_embeds.dtype)
-        mask = mask_for(config._attn_implementation or "sdpa", key_mask, inputs_embeds.shape[1])
+        mask = mask_for(
+            config._attn_implementation or "sdpa",
+            key_mask,
+            inputs_embeds.shape[1],
+            is_cached=memory is not None,
+        )
         hidden = inputs_embeds
-        for layer in self.layers:
-            hidden = layer(hidden, cos_sin, mask)
+        for index, layer in enumerate(self.layers):
+            hidden = (
+                layer(hidden, cos_sin, mask)
+                if memory is None
+                else memory.run_layer(index, layer, hidden, cos_sin, mask)
+            )
         return self.norm(hidden)
 
 
@@ -197,10 +239,14 @@ class LLaDAModelLM(DiffusionModel):
         )
 
     def hidden_states(
-        self, inputs_embeds: Tensor, position_ids: Tensor, key_mask: Tensor | None = None
+        self,
+        inputs_embeds: Tensor,
+        position_ids: Tensor,
+        key_mask: Tensor | None = None,
+        memory: Memory | None = None,
     ) -> Tensor:
         """See `DiffusionModel.hidden_states`."""
-        return self.model(inputs_embeds, position_ids, key_mask)
+        return self.model(inputs_embeds, position_ids, key_mask, memory)
 
     def forward(
         self,

@@ -11,15 +11,21 @@ if TYPE_CHECKING:
     from dlm_decode.samplers.base import Sampler
     from dlm_decode.samplers.baseline import Baseline
 
-__all__ = ["Baseline", "get", "make", "names", "register_sampler"]
+__all__ = ["Baseline", "aliases", "get", "make", "names", "register_alias", "register_sampler"]
 
 _registry: Registry[Sampler] = Registry("sampler", "dlm_decode.samplers", "dlm_decode.samplers")
 register_sampler = _registry.register
+register_alias = _registry.register_alias
 
 
 def names() -> list[str]:
     """Names of all samplers, built in, registered and installed."""
     return _registry.names()
+
+
+def aliases() -> dict[str, str]:
+    """Named settings of samplers, with the spec that each stands for."""
+    return _registry.aliases()
 
 
 def get(name: str) -> type[Sampler]:

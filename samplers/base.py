@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from dlm_decode.predictor import Prediction, Predictor, View
@@ -50,13 +51,21 @@ class StepContext:
         statistics: Collection[str] = (),
         *,
         is_charged: bool = True,
+        samples: bool = True,
     ) -> Prediction:
         """Tokens and confidences at `(B, C)` bool `positions`, see `Predictor`.
 
         It costs one forward over the rows that ask; `is_charged=False` is for measurements, which
-        cost nothing and propose argmax tokens.
+        cost nothing and propose argmax tokens, as any forward does with `samples=False`.
         """
-        return self.predictor(view, positions, statistics, is_charged=is_charged)
+        return self.predictor(
+            view,
+            positions,
+            statistics,
+            blocks=self.block,
+            is_charged=is_charged,
+            samples=samples,
+        )
 
     def uniform(self, positions: Tensor) -> Tensor:
         """`(B, C)` random numbers in [0, 1) at `positions`, from each row's own generator."""
@@ -74,6 +83,14 @@ class StepContext:
             held = held | (tokens == token_id)
         return held
 
+    def without_held_back(self, tokens: Tensor, eligible: Tensor) -> Tensor:
+        """`eligible` without positions to be committed last, in rows that have others."""
+        held = self.held_back(tokens)
+        if held is None:
+            return eligible
+        others = eligible & ~held
+        return torch.where(others.any(dim=1, keepdim=True), others, eligible)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -88,6 +105,7 @@ class Step:
             first that holds is recorded.
         info: further `(B,)` tensors for the trajectory, by name.
         confidence: `(B, C)` probability recorded for each commit; the draft's when `None`.
+        per_token: further `(B, C)` tensors by name, recorded for each commit.
     """
 
     commit: Tensor
@@ -96,13 +114,16 @@ class Step:
     reasons: Mapping[str, Tensor]
     info: Mapping[str, Tensor] = field(default_factory=dict)
     confidence: Tensor | None = None
+    per_token: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Sampler(Protocol):
     """A frozen dataclass of knobs with two methods.
 
-    Register it with `@register_sampler("name")`.
+    Register it with `@register_sampler("name")`. Optional: an attribute `cache` names the cache
+    policy that `generate` uses unless it is given another, and a method `preset(cache)` the preset
+    of `Settings`.
     """
 
     def start(self, context: Predictor) -> Any:

@@ -52,7 +52,7 @@ class Baseline:
         prediction = context.predict(FULL, context.eligible, statistics)
         score = self._score(prediction, context)
         commit = select_top(
-            score, context.eligible, context.quota, last=context.held_back(prediction.tokens)
+            score, context.eligible, context.quota, context.held_back(prediction.tokens)
         )
         return Step(
             commit=commit, tokens=prediction.tokens, draft=prediction, reasons={"quota": commit}

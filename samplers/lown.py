@@ -11,36 +11,51 @@ from torch import Tensor
 from dlm_decode.confidence import rank_descending, select_top
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.predictor import FULL, TEXT_ONLY, TEXT_ONLY_ORIGINAL, Prediction, Predictor, View
-from dlm_decode.samplers import register_sampler
+from dlm_decode.samplers import register_alias, register_sampler
+from dlm_decode.samplers.acceptance import above_threshold, by_factor, check_share
 from dlm_decode.samplers.base import Step, StepContext
 
-__all__ = ["Anchor", "Lown", "blocked_by_guard", "certified_prefix"]
+__all__ = ["Lown", "LownState", "blocked_by_guard", "certified_prefix", "full_step_commit"]
 
 Guard = Literal["scan", "adjacent"]
 Access = Literal["certificate", "always", "every", "random", "oracle"]
+Parallel = Literal["threshold", "factor"]
+_EVERY = 4
+_FULL_SHARE = 0.25
 
 
 @dataclass
-class Anchor:
-    """What the latest FULL forward of each row said; B rows, C canvas columns.
+class LownState:
+    """What the FULL forwards of each row said last; B rows, C canvas columns.
 
     Attributes:
-        tokens: `(B, C)` proposed tokens.
+        tokens: `(B, C)` proposed tokens, the anchors.
         top_tokens: `(B, C)` argmax tokens; certificates compare these.
-        log_prob: `(B, C)` log-probability of `tokens`.
-        step: `(B,)` step at which that forward ran; -1 before the first.
+        log_prob: `(B, C)` log-probability of `tokens`; -inf where FULL never answered.
+        step: `(B, C)` step at which that forward ran.
+        has_looked: `(B,)` bool, FULL has run for the row.
         taken: `(B,)` steps that each row has taken.
         scheduled: `(B, steps)` bool, FULL steps drawn in advance for `access="random"`.
-        remaining: `(B,)` float64 FLOPs that the budget still allows; `None` without a budget.
+        allowance: `(B,)` float64 decoder FLOPs that the budget allows; `None` without a budget.
     """
 
     tokens: Tensor
     top_tokens: Tensor
     log_prob: Tensor
     step: Tensor
+    has_looked: Tensor
     taken: Tensor
     scheduled: Tensor | None = None
-    remaining: Tensor | None = None
+    allowance: Tensor | None = None
+
+    def refresh(self, full: Prediction, rows: Tensor, step: int) -> None:
+        """Takes over what FULL answered in `rows` `(B,)` bool; other anchors stay."""
+        fresh = full.is_answered & rows[:, None]
+        self.tokens = torch.where(fresh, full.tokens, self.tokens)
+        self.top_tokens = torch.where(fresh, full.top_tokens, self.top_tokens)
+        self.log_prob = torch.where(fresh, full.log_prob, self.log_prob)
+        self.step = torch.where(fresh, step, self.step)
+        self.has_looked = self.has_looked | rows
 
 
 def blocked_by_guard(
@@ -112,13 +127,38 @@ def _shifted(values: Tensor, shift: int, fill: int | bool) -> Tensor:
     return rolled
 
 
+def full_step_commit(
+    log_prob: Tensor,
+    eligible: Tensor,
+    disagrees: Tensor,
+    quota: Tensor,
+    held: Tensor | None = None,
+) -> Tensor:
+    """What a FULL step commits: exactly the quota, disagreeing positions first, as `(B, C)` bool.
+
+    Args:
+        log_prob: `(B, C)` confidences of FULL; within a group the higher goes first.
+        eligible: `(B, C)` bool.
+        disagrees: `(B, C)` bool, the views propose different tokens; all `False` orders by
+            confidence alone.
+        quota: `(B,)` counts.
+        held: `(B, C)` bool, positions that go behind all others.
+
+    Source: LOWN (arXiv 2610.36671), disagreement-first order.
+    """
+    group = (~disagrees).long()
+    if held is not None:
+        group = group + 2 * held
+    return select_top(log_prob, eligible, quota, group)
+
+
 @register_sampler("lown")
 @dataclass(frozen=True)
 class Lown:
     """Certificate-guided visual routing.
 
-    Each row keeps an anchor: the tokens and confidences of its latest FULL forward. A step first
-    runs TEXT_ONLY; the candidates whose top token still equals the anchor's, scanned in decreasing
+    Each row keeps anchors: the tokens and confidences of its latest FULL forward. A step first runs
+    TEXT_ONLY; the candidates whose top token still equals the anchor's, scanned in decreasing
     anchor confidence, are certified up to the first that is not. If they number at least the quota,
     they are committed and no picture is read; otherwise FULL runs, and exactly the quota is
     committed, those first where the two views disagree. Either way at least the quota is committed,
@@ -127,7 +167,8 @@ class Lown:
     The first step of a row has no TEXT_ONLY forward and is charged for FULL alone. Rows without
     visual tokens run FULL in every step, as the baseline does; `info["has_visual"]` says so. At a
     temperature above 0 certificates compare argmax tokens, and the token that is committed is the
-    one that the anchor's FULL forward sampled.
+    one that the anchor's FULL forward sampled. `guard`, `positions` and the exemption are choices
+    that the paper leaves open; `budget` and `parallel` on TEXT_ONLY steps are ours.
 
     Args:
         guard: repetition guard, see `blocked_by_guard`; `None` (or `"none"`) for none.
@@ -138,14 +179,16 @@ class Lown:
             `"always"`, `"every"` (each `every`-th step of the row), `"random"` (`full_share` of the
             schedule's steps, drawn from the row's seed). In the last two, a step without FULL
             commits the certified prefix, topped up to the quota by anchor confidence. `"oracle"`
-            looks at both views without being charged, and runs (and pays) FULL exactly where it
-            would commit another token than such a step does: a bound for schedules, no method.
+            looks at both views for nothing, and pays for FULL exactly where FULL would commit
+            another token than such a step does, and for TEXT_ONLY elsewhere: a bound for schedules,
+            no method.
         accept: on steps without FULL, `"prefix"` commits the whole certified prefix, `"k"` exactly
             the quota.
         order: on FULL steps, `"disagreement"` commits first where the views disagree,
             `"confidence"` does not.
-        every: period for `access="every"`.
-        full_share: share of FULL steps for `access="random"`, the first step included.
+        every: period for `access="every"`; 4 if `None`.
+        full_share: share of FULL steps for `access="random"`, the first step included; 0.25 if
+            `None`.
         budget: the most that a response may cost, relative to the decoder FLOPs of the baseline
             sampler with the same settings, in (0, 1]; `None` is the paper's rule. The bound holds
             for every row: no forward starts that would exceed it. While the budget is ample the
@@ -153,11 +196,20 @@ class Lown:
             fail by disagreement, not by the guard, and the others commit the certified prefix,
             topped up to the quota with anchor tokens; when not even TEXT_ONLY is affordable, anchor
             tokens are committed without a forward. Only with `access="certificate"`.
+        parallel: Fast-dLLM's rule, united with LOWN's: `"threshold"` or `"factor"`. A FULL step
+            also commits what the rule accepts of FULL; a step without FULL also commits what it
+            accepts of TEXT_ONLY, where that agrees with the anchor.
+        threshold: for `parallel="threshold"`.
+        factor: for `parallel="factor"`.
+        accepts_last_rank: as in `FastDllm`.
+        cache: cache policy that `generate` uses unless it is given another; each view has its own
+            cache.
 
     Raises:
         UnknownNameError: an unknown value of a named option.
-        InvalidInputError: a period below 1, a share or budget outside (0, 1], a budget with another
-            access, or (when decoding starts) a budget that cannot pay the first FULL forward.
+        InvalidInputError: a period below 1, a share or budget outside (0, 1], an option that the
+            access has no use for, or (when decoding starts) a budget that cannot pay the first FULL
+            forward.
 
     Source: LOWN (arXiv 2610.36671).
     """
@@ -168,9 +220,14 @@ class Lown:
     access: Access = "certificate"
     accept: Literal["prefix", "k"] = "prefix"
     order: Literal["disagreement", "confidence"] = "disagreement"
-    every: int = 4
-    full_share: float = 0.25
+    every: int | None = None
+    full_share: float | None = None
     budget: float | None = None
+    parallel: Parallel | None = None
+    threshold: float = 0.9
+    factor: float = 1.0
+    accepts_last_rank: bool = False
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if self.guard == "none":
@@ -181,39 +238,45 @@ class Lown:
             "access": get_args(Access),
             "accept": ("prefix", "k"),
             "order": ("disagreement", "confidence"),
+            "parallel": (None, *get_args(Parallel)),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UnknownNameError(name, str(getattr(self, name)), map(str, allowed))
-        if self.every < 1:
+        for name, access in (
+            ("every", "every"),
+            ("full_share", "random"),
+            ("budget", "certificate"),
+        ):
+            if getattr(self, name) is not None and self.access != access:
+                raise InvalidInputError(
+                    f"{name} needs access={access!r}, got {self.access!r}; drop one of them."
+                )
+        if self.every is not None and self.every < 1:
             raise InvalidInputError(f"every must be at least 1, got {self.every}.")
-        if not 0 < self.full_share <= 1:
-            raise InvalidInputError(
-                f"full_share must be above 0 and at most 1, got {self.full_share}."
-            )
-        if self.budget is not None and not 0 < self.budget <= 1:
-            raise InvalidInputError(f"budget must be above 0 and at most 1, got {self.budget}.")
-        if self.budget is not None and self.access != "certificate":
-            raise InvalidInputError(
-                f"budget needs access='certificate', got {self.access!r}; drop one of them."
-            )
+        for name in ("full_share", "budget"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise InvalidInputError(f"{name} must be above 0 and at most 1, got {value}.")
+        check_share("threshold", self.threshold)
 
     @property
     def _text_view(self) -> View:
         return TEXT_ONLY if self.positions == "packed" else TEXT_ONLY_ORIGINAL
 
-    def start(self, context: Predictor) -> Anchor:
-        """An empty anchor for every row."""
+    def start(self, context: Predictor) -> LownState:
+        """No anchors yet."""
         tokens = context.canvas.tokens
         zeros = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
-        return Anchor(
+        return LownState(
             tokens=tokens.clone(),
             top_tokens=tokens.clone(),
             log_prob=torch.full(tokens.shape, float("-inf"), device=tokens.device),
-            step=zeros - 1,
+            step=torch.zeros_like(tokens),
+            has_looked=zeros.bool(),
             taken=zeros,
             scheduled=self._draw_schedule(context) if self.access == "random" else None,
-            remaining=None if self.budget is None else self._allowance(context, self.budget),
+            allowance=None if self.budget is None else self._allowance(context, self.budget),
         )
 
     @staticmethod
@@ -223,35 +286,43 @@ class Lown:
             raise AssertionError("a budget needs the baseline's cost")
         full = context.forward_cost(FULL)
         baseline = torch.tensor(context.baseline_flops, dtype=torch.float64, device=full.device)
-        allowance = budget * baseline
-        least = float((full / baseline.clamp_min(1)).max())
-        if bool((allowance < full).any()):
+        short = (baseline > 0) & (budget * baseline < full)
+        if bool(short.any()):
+            least = float((full / baseline)[short].max())
             raise InvalidInputError(
-                f"budget {budget} is below the cost of one FULL forward ({least:.4f} of the "
-                f"baseline's {context.settings.steps} steps); use a larger budget or more steps."
+                f"budget {budget} is below the cost of one FULL forward ({least:.4f} of what the "
+                "baseline costs); use a larger budget, or more steps if there are fewer than "
+                "positions."
             )
-        return allowance
+        return budget * baseline
 
     def _draw_schedule(self, context: Predictor) -> Tensor:
-        """`(B, steps)` bool: `round(full_share * steps)` FULL steps per row, the first included."""
+        """`(B, steps)` bool: the share's number of FULL steps per row, the first included."""
         steps = context.settings.steps
         num_rows, device = len(context.canvas.tokens), context.canvas.tokens.device
         numbers = torch.stack(
             [torch.rand(steps, generator=g, device=device) for g in context.generators]
         )
         numbers[:, 0] = 2.0
-        count = torch.full((num_rows,), max(1, round(self.full_share * steps)), device=device)
+        share = _FULL_SHARE if self.full_share is None else self.full_share
+        count = torch.full((num_rows,), max(1, round(share * steps)), device=device)
         return select_top(numbers, torch.ones_like(numbers, dtype=torch.bool), count)
 
-    def step(self, context: StepContext, state: Anchor) -> Step:
+    def step(self, context: StepContext, state: LownState) -> Step:
         """One routed step; see the class."""
         eligible, active = context.eligible, context.eligible.any(dim=1)
-        may_skip = active & context.predictor.has_visual & (state.step >= 0)
-        forced_full, forced_text = self._access(state)
+        has_visual, is_oracle = context.predictor.has_visual, self.access == "oracle"
+        may_skip = active & has_visual & state.has_looked
+        forced_full, forced_text = self._scheduled_access(state)
+        forced_text = forced_text & may_skip
         asks_text = may_skip & ~(forced_full & (self.order == "confidence"))
         asks_text = asks_text & self._affords(state, context, self._text_view)
-        text = context.predict(self._text_view, eligible & asks_text[:, None])
-        self._pay(state, context, self._text_view, asks_text)
+        text = context.predict(
+            self._text_view,
+            eligible & asks_text[:, None],
+            is_charged=not is_oracle,
+            samples=False,
+        )
 
         rank = rank_descending(state.log_prob, eligible, context.held_back(state.tokens))
         agrees = text.top_tokens == state.top_tokens
@@ -263,27 +334,43 @@ class Lown:
         quota = torch.minimum(context.quota, eligible.sum(dim=1))
         first_k = eligible & (rank < quota[:, None])
         is_certified = prefix.sum(dim=1) >= quota
-        if self.budget is not None:
+        if state.allowance is not None:
             disagreement = (first_k & ~agrees).any(dim=1) & asks_text
-            forced_text = may_skip & ~self._may_look(state, context, quota, disagreement)
-        by_text = may_skip & ~forced_full & (is_certified | forced_text)
-        open_now = context.predictor.canvas.is_wanted
-        if self.access == "oracle":
-            peek = context.predict(FULL, open_now & may_skip[:, None], is_charged=False)
-            would_commit = prefix | first_k
-            is_changed = (would_commit & (peek.top_tokens != state.top_tokens)).any(dim=1)
-            forced_text = by_text = may_skip & ~is_changed
+            may_look = self._may_look(state, context, quota, disagreement | ~has_visual)
+            forced_text = active & state.has_looked & ~may_look
+        from_text = prefix if self.accept == "prefix" else prefix & first_k
+        if self.parallel is not None:
+            from_text = from_text | self._accepted(context, text, eligible & agrees)
+        # Certified prefixes hold the quota already; schedules and budgets top up with anchors.
+        from_text = from_text | first_k
+        # Later steps read anchors everywhere; without them FULL need only answer what it commits.
+        wanted = eligible if self.access == "always" else context.predictor.canvas.is_wanted
+        if is_oracle:
+            peek = context.predict(FULL, wanted & may_skip[:, None], is_charged=False)
+            is_changed = (from_text & (peek.top_tokens != state.top_tokens)).any(dim=1)
+            forced_text = may_skip & ~is_changed
+            context.predict(self._text_view, eligible & forced_text[:, None], samples=False)
+        else:
+            forced_text = forced_text | (may_skip & is_certified)
+        by_text = forced_text & ~forced_full & active & state.has_looked
         by_full = active & ~by_text
 
-        from_text = prefix if self.accept == "prefix" else prefix & first_k
-        from_text = from_text | (first_k & forced_text[:, None])
-        full = context.predict(FULL, open_now & by_full[:, None])
-        self._pay(state, context, FULL, by_full)
+        full = context.predict(FULL, wanted & by_full[:, None])
         disagrees = (full.top_tokens != text.top_tokens) & asks_text[:, None]
-        from_full = self._from_full(context, full, disagrees, quota)
-        self._refresh(state, full, by_full, context)
+        if self.order == "confidence":
+            disagrees = torch.zeros_like(disagrees)
+        answered = eligible & full.is_answered
+        from_full = full_step_commit(
+            full.log_prob, answered, disagrees, quota, context.held_back(full.tokens)
+        )
+        from_quota = from_full
+        if self.parallel is not None:
+            from_full = from_full | self._accepted(context, full, answered)
+        state.refresh(full, by_full, context.step)
+        state.taken = state.taken + active.long()
 
-        on_full, on_text = from_full & by_full[:, None], from_text & by_text[:, None]
+        on_full = from_full & by_full[:, None]
+        on_text = from_text & by_text[:, None]
         is_full = by_full[:, None]
         return Step(
             commit=on_full | on_text,
@@ -291,50 +378,67 @@ class Lown:
             draft=_merge(is_full, full, text),
             reasons={
                 "certificate": on_text & prefix,
-                "anchor": on_text,
-                "disagreement": on_full & disagrees,
-                "quota": on_full,
+                "anchor": on_text & first_k,
+                "disagreement": on_full & from_quota & disagrees,
+                "quota": on_full & from_quota,
+                "parallel": on_full | on_text,
             },
             confidence=torch.where(is_full, full.log_prob, state.log_prob).exp(),
             info={
-                "has_visual": context.predictor.has_visual,
+                "has_visual": has_visual,
                 "certified": prefix.sum(dim=1),
                 "guard_stop": self._guard_ended(rank, agrees, blocked, eligible) & asks_text,
-                "anchor_age": torch.where(by_full, 0, context.step - state.step),
             },
+            per_token={"anchor_age": context.step - state.step},
+        )
+
+    def _accepted(self, context: StepContext, said: Prediction, eligible: Tensor) -> Tensor:
+        """What Fast-dLLM's rule accepts of a view's proposals."""
+        candidates = context.without_held_back(said.tokens, eligible & said.is_answered)
+        if self.parallel == "threshold":
+            return above_threshold(said.log_prob, candidates, self.threshold)
+        return by_factor(
+            said.log_prob, candidates, self.factor, accepts_last_rank=self.accepts_last_rank
         )
 
     @staticmethod
-    def _affords(state: Anchor, context: StepContext, view: View) -> Tensor:
-        """`(B,)` bool, rows whose budget pays one forward of `view`."""
-        if state.remaining is None:
-            return torch.ones_like(state.step, dtype=torch.bool)
-        return state.remaining >= context.predictor.forward_cost(view)
+    def _remaining(state: LownState, context: StepContext) -> Tensor | None:
+        """`(B,)` FLOPs that the budget still allows."""
+        if state.allowance is None:
+            return None
+        spent = context.predictor.meter.row_flops
+        return state.allowance - torch.tensor(
+            spent, dtype=torch.float64, device=state.allowance.device
+        )
 
-    @staticmethod
-    def _pay(state: Anchor, context: StepContext, view: View, rows: Tensor) -> None:
-        if state.remaining is not None:
-            state.remaining = state.remaining - context.predictor.forward_cost(view) * rows
+    @classmethod
+    def _affords(cls, state: LownState, context: StepContext, view: View) -> Tensor:
+        """`(B,)` bool, rows whose budget pays one forward of `view`."""
+        remaining = cls._remaining(state, context)
+        if remaining is None:
+            return torch.ones_like(state.has_looked)
+        return remaining >= context.predictor.forward_cost(view)
 
     def _may_look(
-        self, state: Anchor, context: StepContext, quota: Tensor, disagreement: Tensor
+        self, state: LownState, context: StepContext, quota: Tensor, is_worth_it: Tensor
     ) -> Tensor:
         """`(B,)` bool, rows that may spend a FULL forward in this step.
 
-        A row looks if it can pay, and either the views disagree on a token that it must commit, or
-        what is left (TEXT_ONLY of the steps to come set aside) would pay FULL in each of them.
+        A row looks if it can pay, and either it is worth it, or what is left (TEXT_ONLY of the
+        steps to come set aside) would pay FULL in each of them.
         """
-        if state.remaining is None:
+        remaining = self._remaining(state, context)
+        if remaining is None:
             raise AssertionError("only asked with a budget")
         full, text = (context.predictor.forward_cost(view) for view in (FULL, self._text_view))
         num_open = context.predictor.canvas.is_wanted.sum(dim=1)
         steps_left = torch.ceil(num_open / quota.clamp_min(1))
-        is_ample = state.remaining >= steps_left * (full + text) - text
-        return (state.remaining >= full) & (disagreement | is_ample)
+        is_ample = remaining >= steps_left * (full + text) - text
+        return (remaining >= full) & (is_worth_it | is_ample)
 
-    def _access(self, state: Anchor) -> tuple[Tensor, Tensor]:
+    def _scheduled_access(self, state: LownState) -> tuple[Tensor, Tensor]:
         """`(B,)` bools: rows that must run FULL in this step, and rows that must not."""
-        never = torch.zeros_like(state.step, dtype=torch.bool)
+        never = torch.zeros_like(state.has_looked)
         if self.access in ("certificate", "oracle"):
             return never, never
         if self.access == "always":
@@ -344,18 +448,8 @@ class Lown:
                 1, state.taken.clamp_max(state.scheduled.shape[1] - 1)[:, None]
             )[:, 0]
         else:
-            must = state.taken % self.every == 0
+            must = state.taken % (_EVERY if self.every is None else self.every) == 0
         return must, ~must
-
-    def _from_full(
-        self, context: StepContext, full: Prediction, disagrees: Tensor, quota: Tensor
-    ) -> Tensor:
-        held = context.held_back(full.tokens)
-        if self.order == "confidence":
-            return select_top(full.log_prob, context.eligible, quota, held)
-        agreeing = context.eligible & ~disagrees
-        last = agreeing if held is None else agreeing | held
-        return select_top(full.log_prob, context.eligible, quota, last)
 
     @staticmethod
     def _guard_ended(rank: Tensor, agrees: Tensor, blocked: Tensor, eligible: Tensor) -> Tensor:
@@ -363,15 +457,6 @@ class Lown:
         first_blocked = torch.where(blocked & agrees, rank, width).min(dim=1).values
         first_disagreement = torch.where(eligible & ~agrees, rank, width).min(dim=1).values
         return first_blocked < first_disagreement
-
-    @staticmethod
-    def _refresh(state: Anchor, full: Prediction, by_full: Tensor, context: StepContext) -> None:
-        is_full = by_full[:, None]
-        state.tokens = torch.where(is_full, full.tokens, state.tokens)
-        state.top_tokens = torch.where(is_full, full.top_tokens, state.top_tokens)
-        state.log_prob = torch.where(is_full, full.log_prob, state.log_prob)
-        state.step = torch.where(by_full, context.step, state.step)
-        state.taken = state.taken + context.eligible.any(dim=1).long()
 
 
 def _merge(choose_first: Tensor, first: Prediction, second: Prediction) -> Prediction:
@@ -381,3 +466,9 @@ def _merge(choose_first: Tensor, first: Prediction, second: Prediction) -> Predi
         top_tokens=torch.where(choose_first, first.top_tokens, second.top_tokens),
         log_prob=torch.where(choose_first, first.log_prob, second.log_prob),
     )
+
+
+register_alias(
+    "lown+fast_dllm",
+    "lown:parallel=factor,accepts_last_rank=true,cache=prefix:refresh_interval=32",
+)

@@ -16,6 +16,7 @@ from golden_models import (
     tiny_prompt,
 )
 
+from dlm_decode.cache import CachePolicy
 from dlm_decode.models.anyres import pad_to_square, pixels_of
 from dlm_decode.vlm import DiffusionVlm, Output
 
@@ -30,7 +31,13 @@ def ids(cases):
     return [case["id"] for case in cases]
 
 
-def decode(vlm: DiffusionVlm, case: dict, inputs: dict, preset: str | None = "official") -> Output:
+def decode(
+    vlm: DiffusionVlm,
+    case: dict,
+    inputs: dict,
+    preset: str | None = "official",
+    cache: CachePolicy | None = None,
+) -> Output:
     """Runs a case of golden/lladav; strings are looked up in its stub tokenizer's table."""
     params, table = case["params"], case["stub_tokenizer"] or {}
     stops = params.get("stopping_criteria")
@@ -47,6 +54,7 @@ def decode(vlm: DiffusionVlm, case: dict, inputs: dict, preset: str | None = "of
         stop=[table[stop] for stop in stops] if stops else False,
         suffix=table[suffix] if suffix else None,
         preset=preset,
+        cache=cache,
     )
 
 

@@ -283,7 +283,7 @@ def test_trajectory_file_round_trip(vlm, tmp_path):
         ({"prompt": "a", "sampler": "basline"}, "Did you mean 'baseline'"),
         ({"prompt": "a", "sampler": Baseline}, "pass an instance"),
         ({"prompt": "a", "stages": ["strid"]}, "Did you mean 'stride'"),
-        ({"prompt": "a", "cache": "prefix"}, "unknown cache policy 'prefix'"),
+        ({"prompt": "a", "cache": "prefx"}, "unknown cache policy 'prefx'. Did you mean 'prefix'"),
         ({"prompt": "a", "preset": "offical"}, "Did you mean 'official'"),
         (
             {"prompt": "a", "gen_length": 4, "steps": 1, "block_length": 2},

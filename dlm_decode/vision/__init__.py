@@ -8,7 +8,7 @@ from typing import Any
 from dlm_decode.registry import Registry
 from dlm_decode.vision.base import Stage
 
-__all__ = ["Stage", "make", "names", "register_stage"]
+__all__ = ["Stage", "get", "make", "names", "register_stage"]
 
 _registry: Registry[Stage] = Registry("vision stage", "dlm_decode.vision", "dlm_decode.stages")
 register_stage = _registry.register
@@ -17,6 +17,11 @@ register_stage = _registry.register
 def names() -> list[str]:
     """Names of all vision stages, built in, registered and installed."""
     return _registry.names()
+
+
+def get(name: str) -> type[Stage]:
+    """The stage class called `name`; raises `UnknownNameError`."""
+    return _registry.get(name)
 
 
 def make(spec: Stage | str, options: Mapping[str, Any] | None = None) -> Stage:

@@ -1,0 +1,123 @@
+"""What a cache policy is: a plan per forward, and a memory that runs the layers accordingly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dlm_decode.models.llada import LLaDALayer
+
+__all__ = ["Cache", "CachePolicy", "Clock", "Fed", "Feed", "Memory"]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where a row is, as one view counts.
+
+    Attributes:
+        first: canvas column at which the row's block begins.
+        last: canvas column behind the block.
+        in_block: forwards that this view has run for the row since it entered the block.
+        forwards: forwards that this view has run for the row.
+    """
+
+    first: int
+    last: int
+    in_block: int
+    forwards: int
+
+
+@dataclass(frozen=True)
+class Feed:
+    """What a forward is given of a row's sequence; rows with equal feeds run together.
+
+    Attributes:
+        kind: as costs and trajectories name it: `"full"`, `"suffix"`, `"block"`, `"window"`.
+        first: first canvas column that is fed; negative ones lie in the prompt; `None` for the
+            whole sequence.
+        last: canvas column behind the last that is fed; `None` for everything behind `first`.
+    """
+
+    kind: str
+    first: int | None = None
+    last: int | None = None
+
+    def work(self, num_fed: int, length: int, num_prompt: int) -> tuple[int, int]:
+        """Positions that every layer computes, and those of which it computes values only.
+
+        Args:
+            num_fed: positions that are fed.
+            length: real length of the row's sequence.
+            num_prompt: how much of it stands in front of the canvas.
+        """
+        return num_fed, 0
+
+
+FULL_FEED = Feed("full")
+
+
+@dataclass(frozen=True)
+class Fed:
+    """The rows of one forward, as a memory needs to know them.
+
+    Attributes:
+        feed: the plan that they share.
+        rows: `(R,)` rows of the store; guidance doubles them.
+        num_rows: rows of the store.
+        columns: `(R, n)` sequence columns that are fed, `None` for all.
+        num_prompt: sequence columns in front of the canvas, padding included.
+    """
+
+    feed: Feed
+    rows: Tensor
+    num_rows: int
+    columns: Tensor | None
+    num_prompt: int
+
+
+class Memory(Protocol):
+    """Runs the layers of one forward; handed to the model."""
+
+    def run_layer(
+        self,
+        index: int,
+        layer: LLaDALayer,
+        hidden: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        mask: Any,
+    ) -> Tensor:
+        """Output `(R, n, D)` of layer `index`, of which `hidden` `(R, n, D)` is the input."""
+        ...
+
+
+class Cache(Protocol):
+    """What one view of one response keeps between its forwards."""
+
+    def memory(self, fed: Fed) -> Memory:
+        """The memory of one forward."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes kept."""
+        ...
+
+
+@runtime_checkable
+class CachePolicy(Protocol):
+    """A frozen dataclass of knobs; register it with `@register_cache("name")`.
+
+    A policy sees neither tokens nor confidences. The state lies in the `Cache` that it starts, one
+    for each view of each response.
+    """
+
+    def plan(self, clock: Clock) -> Feed:
+        """What a row's next forward feeds."""
+        ...
+
+    def start(self) -> Cache:
+        """An empty cache."""
+        ...

@@ -1,0 +1,82 @@
+"""Keys and values of a whole sequence, of which a forward recomputes a window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dlm_decode.cache.base import Cache, Fed, Memory
+
+if TYPE_CHECKING:
+    from dlm_decode.models.llada import LLaDALayer
+
+__all__ = ["WindowCache", "WindowPolicy"]
+
+
+class WindowPolicy:
+    """Base of the policies that differ only in the window that they plan."""
+
+    def start(self) -> Cache:
+        """An empty cache."""
+        return WindowCache()
+
+
+@dataclass
+class WindowCache:
+    """Keys and values by layer, `(rows, H_kv, S, d)` each, rotated for their positions.
+
+    A forward over the whole sequence replaces them; one over a window overwrites the window's part
+    in place, and its queries attend to the whole.
+    """
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+    def memory(self, fed: Fed) -> Memory:
+        """The memory of one forward."""
+        return _WindowMemory(self, fed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the keys and values of all layers."""
+        return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
+
+
+@dataclass(frozen=True)
+class _WindowMemory:
+    cache: WindowCache
+    fed: Fed
+
+    def run_layer(
+        self,
+        index: int,
+        layer: LLaDALayer,
+        hidden: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        mask: Any,
+    ) -> Tensor:
+        return layer(hidden, cos_sin, mask, keep=partial(self._keep, index))
+
+    def _keep(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return (
+            _stored(self.cache.keys, index, key, self.fed),
+            _stored(self.cache.values, index, value, self.fed),
+        )
+
+
+def _stored(store: list[Tensor], index: int, fresh: Tensor, fed: Fed) -> Tensor:
+    """Writes what was computed, and returns `(R, H_kv, S, d)` to attend to."""
+    is_all = len(fed.rows) == fed.num_rows
+    if fed.columns is None:
+        if index == len(store):
+            store.append(fresh if is_all else fresh.new_zeros(fed.num_rows, *fresh.shape[1:]))
+        if is_all:
+            store[index] = fresh
+        else:
+            store[index][fed.rows] = fresh
+        return fresh
+    store[index][fed.rows[:, None], :, fed.columns] = fresh.transpose(1, 2)
+    return store[index] if is_all else store[index][fed.rows]

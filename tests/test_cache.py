@@ -1,0 +1,226 @@
+"""Cache policies: plans on tables; against no cache; per row as alone; what they cost and keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_vlm import picture
+
+from dlm_decode import cache as caches
+from dlm_decode import samplers
+from dlm_decode.cache.base import Clock
+from dlm_decode.cache.dllm import Dllm
+from dlm_decode.cache.dual import Dual
+from dlm_decode.cache.prefix import Prefix
+from dlm_decode.cache.vicinity import Vicinity
+from dlm_decode.cost import forward_flops, kv_bytes_per_token
+from dlm_decode.errors import InvalidInputError
+from dlm_decode.samplers.fast_dllm import FastDllm
+
+QUESTIONS = ["what colour is the circle ?", "where is the red square ? what is in the picture ?"]
+LENGTHS = {"gen_length": 12, "steps": 12, "block_length": 4, "stop": False}
+EVERY_STEP = [
+    Prefix(refresh_interval=1),
+    Dual(refresh_interval=1),
+    Vicinity(refresh_interval=1),
+    Vicinity(warmup=99),
+    Dllm(prompt_interval=1, gen_interval=1),
+]
+SAMPLERS = ["baseline", "lown", "fast_dllm:cache=none", "lown:parallel=threshold,threshold=0.2"]
+
+
+def pictures(count):
+    return [picture(seed=seed) for seed in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "in_block", "forwards", "expected"),
+    [
+        (Prefix(), 0, 7, ("full", None, None)),
+        (Prefix(), 1, 8, ("suffix", 8, None)),
+        (Prefix(refresh_interval=3), 3, 9, ("full", None, None)),
+        (Prefix(refresh_interval=3), 4, 9, ("suffix", 8, None)),
+        (Dual(), 0, 0, ("full", None, None)),
+        (Dual(), 5, 5, ("block", 8, 12)),
+        (Vicinity(before=2, after=3, warmup=0), 1, 1, ("window", 6, 15)),
+        (Vicinity(before=20, after=3, warmup=0), 1, 1, ("window", -12, 15)),
+        (Vicinity(warmup=4), 2, 3, ("full", None, None)),
+        (Dllm(prompt_interval=6, gen_interval=3), 0, 0, ("full", None, None)),
+        (Dllm(prompt_interval=6, gen_interval=3), 3, 3, ("partial", None, None)),
+    ],
+)
+def test_plans(policy, in_block, forwards, expected):
+    feed = policy.plan(Clock(first=8, last=12, in_block=in_block, forwards=forwards))
+    assert (feed.kind, feed.first, feed.last) == expected
+
+
+def test_work_of_a_partial_forward():
+    policy = Dllm(prompt_interval=6, gen_interval=3, transfer_ratio=0.25)
+
+    def work(forwards):
+        return policy.plan(Clock(0, 10, 0, forwards)).work(110, 110, 100)
+
+    assert work(0) == (110, 0)
+    assert work(1) == (2, 8)  # two response positions, values of the other eight
+    assert work(3) == (10, 0)
+    assert Dllm(transfer_ratio=0.0).plan(Clock(0, 10, 0, 1)).work(110, 110, 100) == (0, 0)
+    only_prompt = Dllm(prompt_interval=2, gen_interval=7, transfer_ratio=0.25)
+    assert only_prompt.plan(Clock(0, 10, 0, 2)).work(110, 110, 100) == (102, 8)
+
+
+@pytest.mark.parametrize("policy", EVERY_STEP, ids=str)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_refreshing_every_step_is_no_cache(vlm, policy, sampler):
+    ask = {"images": picture(), "sampler": sampler, **LENGTHS}
+    plain = vlm.generate(QUESTIONS[0], **ask)
+    cached = vlm.generate(QUESTIONS[0], cache=policy, **ask)
+    assert torch.equal(plain.sequences, cached.sequences)
+    assert plain.cost.flops == cached.cost.flops
+    for own, other in zip(plain.trajectory.steps, cached.trajectory.steps, strict=True):
+        assert torch.equal(own.commit, other.commit)
+        assert torch.equal(own.confidence, other.confidence), "bit for bit"
+
+
+def test_dual_is_a_vicinity_without_neighbours(vlm):
+    ask = {"images": picture(), **LENGTHS}
+    dual = vlm.generate(QUESTIONS[0], cache="dual", **ask)
+    window = vlm.generate(QUESTIONS[0], cache="vicinity:before=0,after=0,warmup=0", **ask)
+    assert torch.equal(dual.sequences, window.sequences)
+    assert dual.cost.flops == window.cost.flops
+
+
+def test_everything_transferred_is_a_refresh(vlm):
+    ask = {"images": picture(), **LENGTHS}
+    transferred = vlm.generate(QUESTIONS[0], cache=Dllm(4, 3, transfer_ratio=1.0), **ask)
+    refreshed = vlm.generate(QUESTIONS[0], cache=Dllm(4, 1), **ask)
+    assert torch.equal(transferred.sequences, refreshed.sequences)
+
+
+@pytest.mark.parametrize("policy", sorted(caches.names()))
+@pytest.mark.parametrize("sampler", ["baseline", "lown", "fast_dllm", "lown+fast_dllm"])
+@pytest.mark.parametrize("cfg_scale", [0.0, 0.5])
+def test_rows_of_a_batch_are_as_alone(vlm, policy, sampler, cfg_scale):
+    """Prompts of unequal length, rows that drift apart, a row that is half given."""
+    ask = {"sampler": sampler, "cache": policy, "cfg_scale": cfg_scale, **LENGTHS}
+    prefill = [None, "the circle is red ."]
+    both = vlm.generate(QUESTIONS, images=pictures(2), prefill=prefill, **ask)
+    mask = vlm.model.special_ids.mask
+    assert mask not in both.sequences
+    for row, question in enumerate(QUESTIONS):
+        alone = vlm.generate(question, images=pictures(2)[row], prefill=prefill[row], **ask)
+        assert alone.sequences[0].tolist() == both.sequences[row].tolist()
+        assert alone.cost.flops == both.cost.row_flops[row]
+
+
+@pytest.mark.parametrize("name", sorted(caches.names()))
+def test_cached_forwards_are_cheaper_and_memory_is_reported(vlm, name):
+    ask = {"images": picture(), **LENGTHS}
+    plain, cached = (vlm.generate(QUESTIONS[0], cache=policy, **ask) for policy in (None, name))
+    assert plain.cost.kv_bytes == 0
+    assert cached.cost.flops < plain.cost.flops
+    assert cached.cost.calls == plain.cost.calls == 12
+    length = cached.cost.prompt_lengths[0] + 12
+    if name == "dllm":
+        width = 2 * vlm.geometry.hidden_size * vlm.geometry.num_layers * 4
+        expected = length * (kv_bytes_per_token(vlm.geometry, 4) + width)
+    else:
+        expected = length * kv_bytes_per_token(vlm.geometry, 4)
+    assert cached.cost.kv_bytes == expected
+    assert {kind for _, kind in cached.cost.forwards} > {"full"}
+
+
+def test_dual_costs_what_its_forwards_cost(vlm):
+    out = vlm.generate(QUESTIONS[0], images=picture(), cache="dual", **LENGTHS)
+    length = out.cost.prompt_lengths[0] + 12
+    geometry = vlm.geometry
+    full, block = forward_flops(geometry, length, length), forward_flops(geometry, 4, length)
+    assert out.cost.flops == 3 * full + 9 * block
+    assert out.cost.forwards == {("FULL", "full"): 3, ("FULL", "block"): 9}
+
+
+def test_every_view_has_its_own_cache(vlm):
+    out = vlm.generate(
+        QUESTIONS[0],
+        images=picture(),
+        sampler="lown:access=every,every=2,accept=k",
+        cache="prefix",
+        **{**LENGTHS, "block_length": 12},
+    )
+    assert out.cost.forwards == {
+        ("FULL", "full"): 1,
+        ("FULL", "suffix"): 5,
+        ("TEXT_ONLY", "full"): 1,
+        ("TEXT_ONLY", "suffix"): 10,
+    }
+    geometry, canvas = vlm.geometry, 12
+    length = out.cost.prompt_lengths[0] + canvas
+    text = length - out.cost.visual_tokens[0]
+    one = kv_bytes_per_token(geometry, 4)
+    assert out.cost.kv_bytes == one * (length + text)
+
+
+def test_equal_similarities_may_be_left_to_rounding(vlm):
+    ask = {"images": picture(), **LENGTHS}
+    outs = [
+        vlm.generate(QUESTIONS[0], cache=Dllm(99, 99, ties=ties), **ask)
+        for ties in ("position", "rounding")
+    ]
+    assert outs[0].cost.flops == outs[1].cost.flops
+    with pytest.raises(InvalidInputError, match="Did you mean 'position'"):
+        Dllm(ties="positions")
+
+
+def test_nothing_survives_a_call(vlm):
+    ask = {"images": picture(), "cache": "prefix", "sampler": "lown", **LENGTHS}
+    first = vlm.generate(QUESTIONS[0], **ask)
+    vlm.generate(QUESTIONS[1], **{**ask, "images": picture(seed=3)})
+    again = vlm.generate(QUESTIONS[0], **ask)
+    assert torch.equal(first.sequences, again.sequences)
+
+
+def test_a_window_stays_inside_the_sequence(vlm):
+    ask = {"cache": "vicinity:before=500,after=500,warmup=0", **LENGTHS}
+    wide = vlm.generate(QUESTIONS, images=pictures(2), **ask)
+    plain = vlm.generate(QUESTIONS, images=pictures(2), **LENGTHS)
+    assert torch.equal(wide.sequences, plain.sequences), "a window of everything is no cache"
+
+
+@pytest.mark.parametrize("backend", ["eager", "flex_attention"])
+def test_backends_agree(checkpoint, vlm, backend):
+    import dlm_decode
+
+    other = dlm_decode.load(checkpoint, attn_implementation=backend)
+    for policy in ("prefix", "dllm:prompt_interval=4,gen_interval=1"):
+        ask = {"images": pictures(2), "cache": policy, **LENGTHS}
+        ours, theirs = (model.generate(QUESTIONS, **ask) for model in (vlm, other))
+        assert torch.equal(ours.sequences, theirs.sequences)
+
+
+def test_a_sampler_brings_its_cache(vlm):
+    ask = {"images": picture(), **LENGTHS}
+    assert ("FULL", "suffix") in vlm.generate(
+        QUESTIONS[0], sampler="fast_dllm", **ask
+    ).cost.forwards
+    none = vlm.generate(QUESTIONS[0], sampler="fast_dllm", cache="none", **ask)
+    assert set(none.cost.forwards) == {("FULL", "full")}
+    assert none.trajectory.run["cache"] is None
+    dual = vlm.generate(QUESTIONS[0], sampler="fast_dllm", cache="dual", **ask)
+    assert dual.trajectory.run["cache"]["name"] == "dual"
+    hook = samplers.make("llada_v_hook:factor=0.5")
+    assert isinstance(hook, FastDllm)
+    assert (hook.rule, hook.factor, hook.cache) == ("factor", 0.5, "prefix:refresh_interval=32")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("prefixes", "Did you mean 'prefix'"),
+        ("prefix:refresh_interval=0", "refresh_interval must be a whole number"),
+        ("vicinity:before=-1", "before must be"),
+        ("dllm:transfer_ratio=1.5", "transfer_ratio must be from 0 to 1"),
+        ("dllm:gen_intervall=2", "Did you mean 'gen_interval'"),
+    ],
+)
+def test_bad_policies(spec, message):
+    with pytest.raises(InvalidInputError, match=message):
+        caches.make(spec)
