@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types package check setup clean
+.PHONY: demo test lint types package links check setup clean
 
 # torch first and by its exact version: what else is installed then finds it there. On Linux, PyPI's wheel may be a CUDA
 # build of several GB; for a small CPU build run `make TORCH="torch==2.13.0 --index-url URL" setup` with the wheel index
@@ -36,7 +36,11 @@ types: $(READY)
 package: $(READY)
 	$(BIN)/python tests/check_package.py
 
-check: lint types package test
+# As git checks out on Windows by default: without the links inside dlm_decode/.
+links: $(READY)
+	HF_HUB_OFFLINE=1 $(BIN)/python tests/check_links.py
+
+check: lint types package links test
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

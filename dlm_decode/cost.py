@@ -264,7 +264,8 @@ class Cost:
         total, scheduled = self.row_baseline_flops[row], self.row_baseline_forwards[row]
 
         def mean_cost(view: str) -> float:
-            return flops[view] / counts[view] * scheduled / total if counts.get(view) else 0.0
+            is_run = counts.get(view) and total
+            return flops[view] / counts[view] * scheduled / total if is_run else 0.0
 
         return Routing(
             f=counts.get("FULL", 0) / max(1, scheduled),
@@ -294,12 +295,20 @@ class Cost:
             "visual_tokens": list(self.visual_tokens),
             "seconds_prefill": self.seconds_prefill,
             "seconds_decode": self.seconds_decode,
-            "rows": [
-                {"flops": flops, "baseline_flops": baseline, "forwards": dict(counts)}
-                for flops, baseline, counts in zip(
-                    self.row_flops, self.row_baseline_flops, self.row_forwards, strict=True
-                )
-            ],
+            "rows": [self._row(row) for row in range(len(self.row_flops))],
+        }
+
+    def _row(self, row: int) -> dict[str, Any]:
+        counts = self.row_forwards[row]
+        shares = None
+        if "UNCONDITIONAL" not in counts:
+            routing = self.routing(row)
+            shares = {**vars(routing), "relative": routing.relative}
+        return {
+            "flops": self.row_flops[row],
+            "baseline_flops": self.row_baseline_flops[row],
+            "forwards": dict(counts),
+            "routing": shares,
         }
 
     def summary(self) -> str:

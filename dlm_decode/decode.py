@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ def decode(
         ).tolist()
         if has_nan:
             raise NumericalError(
-                f"the model returned NaN at step {step_index}; "
+                f"the model returned NaN at step {step_index - 1}; "
                 "try dtype=float32 or bfloat16, and check the weights."
             )
         if is_broken:
@@ -98,27 +98,25 @@ def decode(
             for view in probes
         }
         step = sampler.step(context, state)
-        commit, forced = _at_least_one(step, eligible, quirks)
-        broken |= (commit & ~eligible).any()
+        step, forced = _at_least_one(step, eligible, quirks)
+        broken |= (step.commit & ~eligible).any()
         if not quirks.may_predict_mask:
-            broken |= (commit & (step.tokens == mask_id)).any()
-        canvas.tokens = torch.where(commit, step.tokens, canvas.tokens)
-        canvas.is_open = canvas.is_open & ~(commit & (step.tokens != mask_id))
+            broken |= (step.commit & (step.tokens == mask_id)).any()
+        canvas.tokens = torch.where(step.commit, step.tokens, canvas.tokens)
+        canvas.is_open = canvas.is_open & ~(step.commit & (step.tokens != mask_id))
         progress.step = progress.step + 1
         update_stop_position(canvas, stops, quirks.stop_rule)
         if on_step is not None:
             now = time.perf_counter()
             on_step(
-                StepRecord.create(
-                    step_index, now - began, context, step, commit, forced, canvas, probed
-                )
+                StepRecord.create(step_index, now - began, context, step, forced, canvas, probed)
             )
-            began = now
+            began = time.perf_counter()  # what `on_step` took is no part of the next step
         step_index += 1
 
 
-def _at_least_one(step: Step, eligible: Tensor, quirks: Quirks) -> tuple[Tensor, Tensor]:
-    """The step's commits with at least one per unfinished row, and where that had to be forced.
+def _at_least_one(step: Step, eligible: Tensor, quirks: Quirks) -> tuple[Step, Tensor]:
+    """The step with at least one commit per unfinished row, and `(B, C)` where that was forced.
 
     A row that commits nothing gets the draft's best position.
     """
@@ -126,7 +124,14 @@ def _at_least_one(step: Step, eligible: Tensor, quirks: Quirks) -> tuple[Tensor,
     if quirks.blocks_end_after_steps:
         idle = torch.zeros_like(idle)
     forced = select_top(step.draft.log_prob, eligible, idle.long())
-    return step.commit | forced, forced
+    confidence = step.draft.confidence if step.confidence is None else step.confidence
+    step = replace(
+        step,
+        commit=step.commit | forced,
+        tokens=torch.where(forced, step.draft.tokens, step.tokens),
+        confidence=torch.where(forced, step.draft.confidence, confidence),
+    )
+    return step, forced
 
 
 @dataclass

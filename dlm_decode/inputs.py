@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dlm_decode.canvas import Prompt
 from dlm_decode.errors import InvalidInputError
@@ -192,9 +192,19 @@ def rows_from_embeds(inputs_embeds: Any) -> list[RowInput]:
 
 
 def encode_row(model: DiffusionModel, row: RowInput, device: torch.device) -> Prompt:
-    """The row's prompt as the language model reads it."""
+    """The row's prompt as the language model reads it.
+
+    Raises:
+        InvalidInputError: embeddings of another width, or what the model cannot read.
+    """
     if row.embeds is not None:
-        embeds = row.embeds.to(device)
+        table = cast(nn.Embedding, model.get_input_embeddings()).weight
+        if row.embeds.shape[-1] != table.shape[-1]:
+            raise InvalidInputError(
+                f"inputs_embeds have width {row.embeds.shape[-1]}, and the model's is "
+                f"{table.shape[-1]}."
+            )
+        embeds = row.embeds.to(device, table.dtype)
         length = embeds.shape[0]
         unknown = torch.zeros(length, dtype=torch.long, device=device)
         return Prompt(

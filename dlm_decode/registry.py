@@ -1,4 +1,4 @@
-"""Names for samplers, stages and cache policies, and specs such as `"baseline:remasking=margin"`.
+"""Names for samplers, stages, cache policies and models, and specs such as `"lown:guard=none"`.
 
 A built-in or third-party class is found in one of three ways: it lies in the package that the
 registry searches, it is registered by the decorator, or an installed distribution names it in the
@@ -38,7 +38,7 @@ class Registry(Generic[T]):
         self.group = group
         self._classes: dict[str, type[Any]] = {}
         self._aliases: dict[str, str] = {}
-        self._is_loaded = False
+        self._is_loaded = self._is_loading = False
 
     def register(self, name: str) -> Callable[[C], C]:
         """Class decorator that makes `name` known.
@@ -49,7 +49,7 @@ class Registry(Generic[T]):
 
         def decorate(cls: C) -> C:
             taken = self._classes.get(name)
-            if taken is not None and taken.__qualname__ != cls.__qualname__:
+            if taken is not None and _origin(taken) != _origin(cls):
                 raise InvalidInputError(
                     f"{self.kind} name {name!r} is taken by "
                     f"{taken.__module__}.{taken.__qualname__}; choose another."
@@ -71,9 +71,16 @@ class Registry(Generic[T]):
         self._aliases[name] = spec
 
     def _load(self) -> None:
-        if self._is_loaded:
+        if self._is_loaded or self._is_loading:
             return
-        self._is_loaded = True
+        self._is_loading = True
+        try:
+            self._load_all()
+            self._is_loaded = True
+        finally:
+            self._is_loading = False
+
+    def _load_all(self) -> None:
         package = importlib.import_module(self.package)
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{self.package}.{module.name}")
@@ -144,6 +151,10 @@ class Registry(Generic[T]):
             if isinstance(error, InvalidInputError):
                 raise
             raise InvalidInputError(f"{self.kind} {spec!r}: {error}") from error
+
+
+def _origin(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
 
 
 def _parse_options(text: str, spec: str) -> dict[str, Any]:

@@ -20,12 +20,15 @@ __all__ = ["JsonlTracker", "Tracker", "TrackioTracker", "WandbTracker", "make_tr
 Record = dict[str, Any]
 _NAMES = ("wandb", "wandb:offline", "wandb:online", "wandb:disabled", "trackio", "jsonl:PATH")
 _PROJECT = "dlm-decode"
-_COLUMNS = ["row", "position", "step", "token", "text", "confidence", "reason", "route"]
+_COLUMNS = ["row", "position", "step", "token", "text", "confidence", "reason", "route", "details"]
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Receives a run: one `start`, a `step` per step, one `finish`."""
+    """Receives a run: one `start`, a `step` per step, one `finish`.
+
+    A method `abort`, where there is one, is called instead of `finish` when decoding fails.
+    """
 
     def start(self, run: Record) -> None:
         """The `run` record: version, model, sampler, settings, rows."""
@@ -74,6 +77,13 @@ def make_tracker(spec: Any) -> Tracker | None:
     raise UnknownNameError("tracker", spec, _NAMES)
 
 
+def abort(tracker: Tracker) -> None:
+    """Tells a tracker that no `finish` will come."""
+    stop = getattr(tracker, "abort", None)
+    if stop is not None:
+        stop()
+
+
 class _Several:
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self.trackers = trackers
@@ -89,6 +99,10 @@ class _Several:
     def finish(self, record: Record) -> None:
         for tracker in self.trackers:
             tracker.finish(record)
+
+    def abort(self) -> None:
+        for tracker in self.trackers:
+            abort(tracker)
 
 
 class JsonlTracker:
@@ -121,6 +135,10 @@ class JsonlTracker:
     def finish(self, record: Record) -> None:
         """Appends the last line and closes the file."""
         self._write(record)
+        self.abort()
+
+    def abort(self) -> None:
+        """Closes the file as it is."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -129,7 +147,8 @@ class JsonlTracker:
 def step_scalars(record: Record) -> dict[str, float]:
     """Numbers of one step, by name.
 
-    Commits, mean confidence, seconds, FLOPs, active rows, and row forwards by view and kind.
+    Commits, mean confidence, seconds, FLOPs, active rows, row forwards by view and kind, rows by
+    route, and means over rows of what the sampler says of a step or of its commits.
     """
     commits = [commit for row in record["rows"] for commit in row["commits"]]
     scalars: dict[str, float] = {
@@ -143,7 +162,15 @@ def step_scalars(record: Record) -> dict[str, float]:
     counts: Counter[str] = Counter()
     for forward in record["forwards"]:
         counts[f"forwards/{forward['view']}/{forward['kind']}"] += len(forward["rows"])
-    return {**scalars, **counts}
+    said: dict[str, list[float]] = {}
+    for row in record["rows"]:
+        counts[f"route/{row['route']}"] += 1
+        for name, value in row["info"].items():
+            said.setdefault(f"info/{name}", []).append(float(value))
+        for name, values in row.get("per_token", {}).items():
+            said.setdefault(f"info/{name}", []).extend(map(float, values))
+    means = {name: sum(values) / len(values) for name, values in said.items() if values}
+    return {**scalars, **counts, **means}
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:
@@ -172,7 +199,8 @@ class _RunTracker(ABC):
         """Logs the step's numbers."""
         self._records.append(record)
         for row in record["rows"]:
-            for position, token, text, confidence, reason in row["commits"]:
+            for number, (position, token, text, confidence, reason) in enumerate(row["commits"]):
+                own = {name: values[number] for name, values in row.get("per_token", {}).items()}
                 entry = [
                     row["row"],
                     position,
@@ -182,16 +210,26 @@ class _RunTracker(ABC):
                     confidence,
                     reason,
                     row["route"],
+                    json.dumps({**row["info"], **own}),
                 ]
                 self._commits.append(entry)
         self._log(step_scalars(record), record["step"])
 
     def finish(self, record: Record) -> None:
-        """Logs table, summary and viewer page, and closes the run."""
+        """Logs what the tracker keeps of the whole run, and closes it."""
         self._records.append(record)
-        self._close(
-            {**_flat("cost", record["cost"]), "texts": [row["text"] for row in record["rows"]]}
-        )
+        cost = dict(record["cost"])
+        shares = [row["routing"] for row in cost.pop("rows") if row["routing"] is not None]
+        cost["routing"] = {
+            name: sum(share[name] for share in shares) / len(shares)
+            for name in (shares[0] if shares else ())
+        }
+        texts = [row["text"] for row in record["rows"]]
+        self._close({**_flat("cost", cost), "texts": texts})
+
+    def abort(self) -> None:
+        """Closes the run as failed."""
+        self._fail()
 
     @abstractmethod
     def _open(self, config: Record) -> None: ...
@@ -201,6 +239,9 @@ class _RunTracker(ABC):
 
     @abstractmethod
     def _close(self, summary: Record) -> None: ...
+
+    @abstractmethod
+    def _fail(self) -> None: ...
 
 
 class WandbTracker(_RunTracker):
@@ -250,6 +291,9 @@ class WandbTracker(_RunTracker):
         self._run.summary.update(summary)
         self._run.finish()
 
+    def _fail(self) -> None:
+        self._run.finish(exit_code=1)
+
 
 class TrackioTracker(_RunTracker):
     """A trackio run per call: config, scalars per step, final cost.
@@ -278,4 +322,7 @@ class TrackioTracker(_RunTracker):
     def _close(self, summary: Record) -> None:
         numbers = {key: value for key, value in summary.items() if isinstance(value, (int, float))}
         self._trackio.log(numbers)
+        self._trackio.finish()
+
+    def _fail(self) -> None:
         self._trackio.finish()

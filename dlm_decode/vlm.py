@@ -27,7 +27,7 @@ from dlm_decode.record import StepRecord, Trajectory
 from dlm_decode.registry import describe
 from dlm_decode.samplers.base import Sampler
 from dlm_decode.settings import Settings, resolve_settings
-from dlm_decode.track import Tracker, make_tracker
+from dlm_decode.track import Tracker, abort, make_tracker
 from dlm_decode.vision.base import Stage
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = ["DiffusionVlm", "Output", "load", "shipped_models"]
 
 _DATA = Path(__file__).parent / "data"
 Stop = str | int | Sequence[int]
+_Prefill = tuple[int, ...] | list[tuple[int, ...] | None] | None
 
 
 def shipped_models() -> list[str]:
@@ -227,7 +228,8 @@ class DiffusionVlm:
             suffix: text or ids that follow the canvas and are read by the model; appended to
                 `sequences`.
             prefill: text or ids that the canvas starts from; mask ids in it are decoded, everything
-                else is kept (infilling). For a batch a list with one entry per row.
+                else is kept (infilling). For a batch a list with one entry per row. A prefill with
+                mask ids is a template: without `gen_length`, the canvas is as long as the longest.
             suppress_token_ids: further ids that are never proposed.
             streamer: object with `put`, `put_draft` and `end`, as transformers'
                 `TextDiffusionStreamer`; one row only.
@@ -256,9 +258,10 @@ class DiffusionVlm:
         chosen_sampler = samplers.make(sampler)
         chosen_stages = [vision.make(stage) for stage in stages]
         chosen_cache = _cache_policy(cache, chosen_sampler)
+        given_prefill = self._prefill(prefill)
         settings = resolve_settings(
             {
-                "gen_length": _prefill_length(prefill, self._encode)
+                "gen_length": self._template_length(given_prefill)
                 if gen_length is None
                 else gen_length,
                 "steps": steps,
@@ -300,7 +303,7 @@ class DiffusionVlm:
                 row_prompt = stage.before_lm(row_prompt)
             prompts.append(row_prompt)
         self._check_context(whole, settings, len(suffix_ids or ()))
-        canvas = self._canvas(prompts, settings, prefill, is_batch)
+        canvas = self._canvas(prompts, settings, given_prefill)
         is_open = canvas.is_open[:, canvas.lead :].tolist()
         baseline = [
             self._baseline_cost(row_prompt, row_is_open, settings, len(suffix_ids or ()))
@@ -320,9 +323,15 @@ class DiffusionVlm:
             cache=chosen_cache,
         )
         trajectory = Trajectory(
-            run=self._run_record(
-                chosen_sampler, chosen_stages, chosen_cache, settings, rows, prompts
-            ),
+            run={
+                **self._run_record(
+                    chosen_sampler, chosen_stages, chosen_cache, settings, rows, prompts
+                ),
+                "stop_sequences": [list(stop) for stop in stop_ids],
+                "suffix_ids": None if suffix_ids is None else list(suffix_ids),
+                "prefill_ids": given_prefill,
+                "suppress_token_ids": self._suppressed(suppress_token_ids),
+            },
             text_of=self.token_text,
         )
         if probe is not None:
@@ -344,15 +353,20 @@ class DiffusionVlm:
 
         _synchronize(self.device)
         prefilled = time.perf_counter()
-        decode(
-            predictor,
-            chosen_sampler,
-            settings,
-            stops=stop_ids,
-            last=_last_ids(predictor, stop_ids) if settings.eos_last else (),
-            on_step=on_step,
-            probes=probes,
-        )
+        try:
+            decode(
+                predictor,
+                chosen_sampler,
+                settings,
+                stops=stop_ids,
+                last=_last_ids(predictor, stop_ids) if settings.eos_last else (),
+                on_step=on_step,
+                probes=probes,
+            )
+        except BaseException:
+            if tracker is not None:
+                abort(tracker)
+            raise
         done = time.perf_counter()
         vision_part = self.geometry.vision
         tiles = sum(row.num_tiles for row in rows)
@@ -428,9 +442,6 @@ class DiffusionVlm:
             )
         return self.processor
 
-    def _encode(self, text: str) -> list[int]:
-        return self._require_processor("text").encode(text)
-
     def _ids(self, value: str | Sequence[int] | None, name: str) -> tuple[int, ...] | None:
         if value is None:
             return None
@@ -441,7 +452,27 @@ class DiffusionVlm:
         )
         if not ids:
             raise InvalidInputError(f"{name} is empty; leave it out or give at least one token.")
+        size = self.geometry.vocab_size
+        wrong = [token for token in ids if not 0 <= token < size]
+        if wrong:
+            raise InvalidInputError(
+                f"{name} has ids {wrong[:5]}, which are outside the vocabulary of {size}."
+            )
         return ids
+
+    def _prefill(self, value: Any) -> _Prefill:
+        """One entry for every row, or a list with one per row."""
+        is_list = isinstance(value, (list, tuple))
+        if is_list and not all(isinstance(entry, int) for entry in value):
+            return [self._ids(entry, "prefill") for entry in value]
+        return self._ids(value, "prefill")
+
+    def _template_length(self, prefill: _Prefill) -> int | None:
+        """Canvas length that a template implies; `None` where nothing given holds a mask id."""
+        entries = [ids for ids in (prefill if isinstance(prefill, list) else [prefill]) if ids]
+        mask_id = self.model.special_ids.mask
+        has_mask = any(mask_id in ids for ids in entries)
+        return max(map(len, entries)) if has_mask else None
 
     def _stop_sequences(self, stop: Any, settings: Settings) -> list[tuple[int, ...]]:
         if stop is True:
@@ -503,22 +534,15 @@ class DiffusionVlm:
                     "shorten the prompt, use fewer or smaller images, or a smaller gen_length."
                 )
 
-    def _canvas(
-        self, prompts: Sequence[Prompt], settings: Settings, prefill: Any, is_batch: bool
-    ) -> Canvas:
+    def _canvas(self, prompts: Sequence[Prompt], settings: Settings, prefill: _Prefill) -> Canvas:
         mask_id, length = self.model.special_ids.mask, settings.gen_length
         tokens = torch.full((len(prompts), length), mask_id, dtype=torch.long)
-        is_per_row = (
-            is_batch
-            and isinstance(prefill, (list, tuple))
-            and not all(isinstance(x, int) for x in prefill)
-        )
-        if is_per_row and len(prefill) != len(prompts):
+        entries = prefill if isinstance(prefill, list) else [prefill] * len(prompts)
+        if len(entries) != len(prompts):
             raise InvalidInputError(
-                f"prefill has {len(prefill)} entries for {len(prompts)} rows; give one per row."
+                f"prefill has {len(entries)} entries for {len(prompts)} rows; give one per row."
             )
-        for row in range(len(prompts)):
-            ids = self._ids(prefill[row] if is_per_row else prefill, "prefill")
+        for row, ids in enumerate(entries):
             if ids is None:
                 continue
             if len(ids) > length:
@@ -588,6 +612,7 @@ class DiffusionVlm:
             "model": self.name,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": str(self.device),
+            "attn_implementation": self.model.config._attn_implementation,
             "sampler": describe(sampler),
             "stages": [describe(stage) for stage in stages],
             "cache": None if cache is None else describe(cache),
@@ -677,18 +702,6 @@ def _probes(probe: str | None) -> tuple[View, ...]:
 def _last_ids(predictor: Predictor, stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Ids that `eos_last` holds back: padding and single-id stops."""
     return tuple(sorted({*predictor.padding_ids, *(stop[0] for stop in stops if len(stop) == 1)}))
-
-
-def _prefill_length(prefill: Any, encode: Any) -> int | None:
-    """Canvas length that a prefill implies: that of its longest entry."""
-    if prefill is None:
-        return None
-    if isinstance(prefill, str):
-        return len(encode(prefill))
-    if all(isinstance(entry, int) for entry in prefill):
-        return len(prefill)
-    lengths = [_prefill_length(entry, encode) for entry in prefill if entry is not None]
-    return max((length for length in lengths if length is not None), default=None)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -20,11 +20,22 @@ from dlm_decode.eval.scenes import (
     generate_scene,
 )
 
-__all__ = ["KINDS", "SceneSample", "ask", "heldout_samples", "scene_samples", "score", "vocabulary"]
+__all__ = [
+    "KINDS",
+    "SceneSample",
+    "ask",
+    "first_samples",
+    "heldout_samples",
+    "practice_choice",
+    "scene_samples",
+    "score",
+    "vocabulary",
+]
 
 REFUSAL = "i can not tell , this is not a scene i know ."
 LETTERS = "abcd"
 _NUMBERS = ("no", "1", "2", "3", "4", "5")
+_FIRST_CALIBRATION_SEED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -248,15 +259,15 @@ def _near_miss(scene: Scene, rng: random.Random) -> str:
     return _absent(scene, rng, _name, make)
 
 
-def _choice(scene: Scene, rng: random.Random) -> tuple[str, str]:
+def _choice(scene: Scene, rng: random.Random, num_options: int = len(LETTERS)) -> tuple[str, str]:
     right = _name(rng.choice(scene.objects))
     wrong: set[str] = set()
-    while len(wrong) < len(LETTERS) - 1:
+    while len(wrong) < num_options - 1:
         wrong.add(_near_miss(scene, rng))
     options = [right, *sorted(wrong)]
     rng.shuffle(options)
     letter = LETTERS[options.index(right)]
-    listing = " ".join(f"{mark} ) {option}" for mark, option in zip(LETTERS, options, strict=True))
+    listing = " ".join(f"{mark} ) {option}" for mark, option in zip(LETTERS, options, strict=False))
     return f"which of these is in the picture ? {listing}", f"{letter} ) {right} ."
 
 
@@ -293,6 +304,13 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
     return None if made is None else SceneSample(*made, kind, kind, scene)
 
 
+def practice_choice(scene: Scene, rng: random.Random) -> SceneSample:
+    """A choice among two to four options: with fewer of them, looking them up is learnt sooner."""
+    num_options = rng.choice((2, 2, 2, 3, 4, 4))
+    question, answer = _choice(scene, rng, num_options)
+    return SceneSample(question, answer, "choice", "choice", scene)
+
+
 def scene_samples(seed: int, split: Split) -> list[SceneSample]:
     """One question of every kind that the scene allows, the same ones each time."""
     scene = generate_scene(seed, split)
@@ -301,20 +319,31 @@ def scene_samples(seed: int, split: Split) -> list[SceneSample]:
     return [sample for kind in kinds if (sample := ask(scene, kind, rng)) is not None]
 
 
-def heldout_samples(count: int, kinds: Sequence[str] | None = None) -> Iterator[SceneSample]:
-    """The first `count` held-out questions, scene after scene.
+def first_samples(
+    count: int, kinds: Sequence[str] | None = None, *, split: Split = "heldout"
+) -> Iterator[SceneSample]:
+    """The first `count` questions of a split, scene after scene.
+
+    Training scenes are counted from number 1,000,000 on, far behind those that `train-tiny` draws
+    by default, so that the model has not learned them by heart.
 
     Args:
         count: how many.
         kinds: only these; every kind by default.
+        split: of the scenes.
     """
-    seed = 0
+    seed = 0 if split == "heldout" else _FIRST_CALIBRATION_SEED
     while count > 0:
-        for sample in scene_samples(seed, "heldout"):
+        for sample in scene_samples(seed, split):
             if (kinds is None or sample.kind in kinds) and count > 0:
                 count -= 1
                 yield sample
         seed += 1
+
+
+def heldout_samples(count: int, kinds: Sequence[str] | None = None) -> Iterator[SceneSample]:
+    """The first `count` held-out questions; see `first_samples`."""
+    return first_samples(count, kinds)
 
 
 def vocabulary() -> list[str]:

@@ -172,7 +172,7 @@ def test_official_preset_leaves_predicted_masks():
 
 def test_nan_is_an_error():
     table = torch.full((4, VOCABULARY), float("nan"))
-    with pytest.raises(NumericalError, match="NaN at step 1"):
+    with pytest.raises(NumericalError, match="NaN at step 0"):
         run(table_model(table, 2), [2], Settings(4, 4, 4))
 
 

@@ -68,6 +68,37 @@ def test_a_killed_run_leaves_its_lines(vlm, tmp_path):
     ]
 
 
+def test_scalars_of_a_routed_step(vlm):
+    from PIL import Image
+
+    listener = Listener()
+    image = Image.new("RGB", (40, 30), "red")
+    vlm.generate("what is this ?", images=image, sampler="lown", track=listener, stop=False)
+    first, second = (step_scalars(record) for record in listener.records[1:3])
+    assert first["route/FULL"] == 1
+    assert first["info/anchor_age"] == 0
+    assert first["info/has_visual"] == 1
+    assert second["forwards/TEXT_ONLY/full"] == 1
+    assert "info/certified" in second
+
+
+def test_a_failed_run_is_closed(vlm):
+    class Aborted(Listener):
+        was_aborted = False
+
+        def abort(self):
+            self.was_aborted = True
+
+        def step(self, record):
+            raise RuntimeError("no more")
+
+    first, second = Aborted(), Aborted()
+    with pytest.raises(RuntimeError, match="no more"):
+        vlm.generate("what is this ?", track=[first, second])
+    assert first.was_aborted
+    assert second.was_aborted
+
+
 def test_wandb_offline_run_can_be_read_back(vlm, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 import dlm_decode
+from dlm_decode import samplers, stages
 from dlm_decode.cost import forward_flops
 from dlm_decode.errors import (
     CheckpointError,
@@ -59,10 +60,15 @@ def test_ids_entry_equals_text_entry(vlm):
     assert text.sequences.tolist() == ids.sequences.tolist() == embeds.sequences.tolist()
 
 
-@pytest.mark.parametrize(
-    "sampler",
-    ["baseline", "baseline:remasking=random", "lown", "lown:guard=none,positions=original"],
-)
+SAMPLERS = [
+    *samplers.names(),
+    *samplers.aliases(),
+    "baseline:remasking=random",
+    "lown:guard=none,positions=original",
+]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_batch_equals_singles(vlm, sampler, temperature):
     questions = [QUESTION, "is there a red square ?", "how many objects are there in the picture ?"]
@@ -83,6 +89,36 @@ def test_batch_equals_singles(vlm, sampler, temperature):
         assert alone.text == together.text[row]
         assert alone.stop_positions[0] == together.stop_positions[row]
         assert alone.cost.flops == together.cost.row_flops[row]
+
+
+@pytest.mark.parametrize("stage", stages.names())
+@pytest.mark.parametrize("sampler", samplers.names())
+def test_every_stage_works_with_every_sampler(vlm, sampler, stage):
+    ask = {"images": picture(), "sampler": sampler, "stop": False}
+    whole = vlm.generate(QUESTION, **ask)
+    kept = vlm.generate(QUESTION, stages=[f"{stage}:keep_ratio=1.0"], **ask)
+    assert torch.equal(whole.sequences, kept.sequences)
+    assert whole.cost.flops == kept.cost.flops
+    half = vlm.generate(QUESTION, stages=[f"{stage}:keep_ratio=0.5"], **ask)
+    assert half.cost.visual_tokens[0] < whole.cost.visual_tokens[0]
+    assert vlm.model.special_ids.mask not in half.sequences
+
+
+@pytest.mark.parametrize("sampler", samplers.names())
+def test_every_sampler_takes_at_most_the_schedule_and_repeats(vlm, sampler):
+    ask = {
+        "images": picture(),
+        "sampler": sampler,
+        "gen_length": 12,
+        "steps": 6,
+        "stop": False,
+        "temperature": 0.8,
+        "seed": 4,
+    }
+    first, second = (vlm.generate(QUESTION, **ask) for _ in range(2))
+    assert torch.equal(first.sequences, second.sequences)
+    assert first.sequences.shape == (1, 12)
+    assert vlm.model.special_ids.mask not in first.sequences
 
 
 def test_padding_of_the_batch_is_the_pad_id(vlm):
@@ -109,6 +145,9 @@ def test_infilling_keeps_what_is_given(vlm):
     assert out.cost.num_forwards == 2
     longer = vlm.generate(QUESTION, prefill=ids, gen_length=9, stop=False)
     assert longer.cost.num_forwards == 5
+    begun = vlm.generate(QUESTION, prefill="the circle is", stop=False)
+    assert begun.sequences.shape[1] == 8, "no template: the model's own canvas length"
+    assert begun.cost.num_forwards == 5
 
 
 def test_prompt_may_hold_the_mask_id(vlm):
@@ -224,8 +263,8 @@ def test_relative_cost_is_pi_f_plus_sigma_rho(vlm):
     """Both sides are counted on their own: the shares from forwards, pi and rho from lengths."""
     options = {"images": picture(), "gen_length": 12, "steps": 6, "block_length": 6, "stop": False}
     whole = vlm.generate(QUESTION, **options).cost
-    for stages in ([], ["stride:keep_ratio=0.5"]):
-        cost = vlm.generate([QUESTION] * 2, sampler="lown", stages=stages, **twice(options)).cost
+    for chosen in ([], ["stride:keep_ratio=0.5"]):
+        cost = vlm.generate([QUESTION] * 2, sampler="lown", stages=chosen, **twice(options)).cost
         for row in range(2):
             length = cost.prompt_lengths[row] + 12
             costs = [
@@ -240,7 +279,7 @@ def test_relative_cost_is_pi_f_plus_sigma_rho(vlm):
             assert (shares.pi, shares.rho) == (pytest.approx(pi), pytest.approx(rho))
             spent = cost.row_flops[row] / cost.row_baseline_flops[row]
             assert shares.relative == pytest.approx(spent) == pytest.approx(pi * f + sigma * rho)
-        assert (pi < 1) is bool(stages)
+        assert (pi < 1) is bool(chosen)
     with pytest.raises(InvalidInputError, match="not defined with cfg_scale"):
         vlm.generate(QUESTION, cfg_scale=0.5, **options).cost.routing()
 
@@ -299,6 +338,12 @@ def test_trajectory_file_round_trip(vlm, tmp_path):
         ({"prompt": "a", "stop": [[]]}, "a stop sequence is empty"),
         ({"prompt": "a", "stop": True}, "stop=True means nothing"),
         ({"prompt": "a", "suffix": ""}, "suffix is empty"),
+        (
+            {"prompt": "a", "prefill": [-1, 5]},
+            r"prefill has ids \[-1\], which are outside the vocabulary",
+        ),
+        ({"prompt": "a", "suffix": [10**6]}, "suffix has ids"),
+        ({"inputs_embeds": torch.zeros(3, 7)}, "inputs_embeds have width 7"),
         (
             {"prompt": "a", "prefill": "red red red", "gen_length": 2},
             "prefill has 3 tokens and gen_length is 2",

@@ -24,7 +24,7 @@ from torch.nn import functional
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
-from dlm_decode.eval.scene_questions import KINDS, SceneSample, ask, score
+from dlm_decode.eval.scene_questions import KINDS, SceneSample, ask, practice_choice, score
 from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.llada import LLaDAModelLM
@@ -189,6 +189,7 @@ class Drawer:
         features: `(n, 144, d)` float16.
         encoder: text to ids.
         kind_weights: relative frequency of each kind of question.
+        practises: ask choices among fewer options as well.
     """
 
     def __init__(
@@ -197,8 +198,11 @@ class Drawer:
         features: np.ndarray,
         encoder: Encoder,
         kind_weights: dict[str, float] | None = None,
+        *,
+        practises: bool = False,
     ) -> None:
         self.pool, self.features, self.encoder = pool, features, encoder
+        self.practises = practises
         weights = kind_weights or {}
         self.kinds = list(KINDS)
         self.kind_weights = [weights.get(kind, 1.0) for kind in self.kinds]
@@ -210,7 +214,8 @@ class Drawer:
             row = rng.randrange(len(self.pool))
             scene = self.pool.scenes[row]
             kind = "photo" if scene.is_photo else rng.choices(self.kinds, self.kind_weights)[0]
-            sample = ask(scene, kind, rng)
+            is_practice = self.practises and kind == "choice"
+            sample = practice_choice(scene, rng) if is_practice else ask(scene, kind, rng)
             if sample is not None:
                 samples.append(sample)
                 rows.append(row)

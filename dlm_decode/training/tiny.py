@@ -30,7 +30,9 @@ from dlm_decode.training.tower import VISION_CONFIG, PatchReader, encode_pool, t
 
 __all__ = ["add_arguments", "export", "run"]
 
-HELDOUT_SCENES = 400
+# What training watches is not what evaluation asks: held-out scenes from here on.
+WATCHED_SCENES = 400
+FIRST_WATCHED = 100_000
 _TOWER_PREFIX = "model.vision_tower."
 KIND_WEIGHTS = {
     "describe": 1.0,
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains, resuming where a killed run stopped, and writes the checkpoint folder.
 
     Raises:
-        InvalidInputError: numbers below what can be trained.
+        InvalidInputError: numbers below what can be trained, or a work folder of other arguments.
     """
     if args.scenes < 1 or args.tower_steps < 1 or args.scale <= 0:
         raise InvalidInputError("--scenes, --tower-steps and --scale must be above 0.")
@@ -102,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     work = args.work or args.output.with_name(args.output.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
+    _claim(work / "arguments.json", args)
     tokenizer_folder = work / "tokenizer"
     build_tokenizer(tokenizer_folder)
     pool = build_pool(args.scenes, "train")
@@ -110,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         if args.dense_scenes
         else pool
     )
-    heldout = build_pool(HELDOUT_SCENES, "heldout")
+    heldout = build_pool(WATCHED_SCENES, "heldout", FIRST_WATCHED)
     if args.start is None:
         start = None
         tower = train_tower(
@@ -120,7 +123,13 @@ def run(args: argparse.Namespace) -> int:
         tower, start = _from_export(args.start)
     encoder = _encoder(tokenizer_folder)
     reader = train_language(
-        Drawer(pool, _features(work / "features.npy", tower, pool), encoder, KIND_WEIGHTS),
+        Drawer(
+            pool,
+            _features(work / "features.npy", tower, pool),
+            encoder,
+            KIND_WEIGHTS,
+            practises=True,
+        ),
         Drawer(heldout, encode_pool(tower, heldout), encoder),
         stages(args.scale),
         work,
@@ -135,8 +144,26 @@ def run(args: argparse.Namespace) -> int:
 
 def _features(path: Path, tower: PatchReader, pool: Any) -> np.ndarray:
     if not path.exists():
-        np.save(path, encode_pool(tower, pool))
+        part = path.with_name("part-" + path.name)
+        np.save(part, encode_pool(tower, pool))
+        part.replace(path)  # in one piece: a kill leaves no half file to resume from
     return np.load(path, mmap_mode="r")
+
+
+def _claim(path: Path, args: argparse.Namespace) -> None:
+    """Refuses to resume what other arguments began.
+
+    Raises:
+        InvalidInputError: the work folder belongs to other arguments.
+    """
+    names = ("seed", "start", "scenes", "dense_scenes", "tower_steps", "scale")
+    own = {name: str(getattr(args, name)) for name in names}
+    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != own:
+        raise InvalidInputError(
+            f"{str(path.parent)!r} was begun with other arguments ({path.name}); "
+            "choose another --work or remove it."
+        )
+    path.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
 
 
 def _from_export(folder: Path) -> tuple[PatchReader, dict[str, torch.Tensor]]:

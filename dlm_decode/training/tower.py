@@ -167,7 +167,8 @@ def train_tower(
                 "schedule": schedule.state_dict(),
                 "step": step + 1,
             }
-            torch.save(state, path)
+            torch.save(state, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").replace(path)  # a kill leaves no half file
             seconds = time.time() - began
             print(
                 f"tower step {step + 1} loss {loss.item():.3f} "
