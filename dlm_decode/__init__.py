@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlm_decode import cache, models, samplers, stages
-    from dlm_decode.vlm import DiffusionVlm, Output, load, shipped_models
+    from dlm_decode.loading import load, shipped_models
+    from dlm_decode.vlm import DiffusionVlm, Output
 
 __all__ = [
     "DiffusionVlm",
@@ -30,7 +31,10 @@ __all__ = [
 ]
 
 _LOCATIONS = {
-    name: "dlm_decode.vlm" for name in ("DiffusionVlm", "Output", "load", "shipped_models")
+    "DiffusionVlm": "dlm_decode.vlm",
+    "Output": "dlm_decode.vlm",
+    "load": "dlm_decode.loading",
+    "shipped_models": "dlm_decode.loading",
 }
 
 

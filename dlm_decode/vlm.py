@@ -1,26 +1,25 @@
-"""`load` and `generate`: the interface that scripts call."""
+"""`DiffusionVlm.generate`: the interface that scripts call."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dlm_decode import cache as caches
-from dlm_decode import models, samplers, vision
+from dlm_decode import samplers, vision
 from dlm_decode.cache import CachePolicy
 from dlm_decode.canvas import Canvas, Prompt
 from dlm_decode.cost import Cost, CostMeter, forward_flops, vision_flops
 from dlm_decode.decode import decode
 from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.given import GivenIds, start_canvas
 from dlm_decode.inputs import RowInput, encode_row, rows_from_embeds, rows_from_ids, rows_from_text
 from dlm_decode.predictor import FULL, TEXT_ONLY, TEXT_ONLY_ORIGINAL, Predictor, View
 from dlm_decode.record import StepRecord, Trajectory
@@ -34,80 +33,9 @@ if TYPE_CHECKING:
     from dlm_decode.models.base import DiffusionModel
     from dlm_decode.models.processing import VlmProcessor
 
-__all__ = ["DiffusionVlm", "Output", "load", "shipped_models"]
+__all__ = ["DiffusionVlm", "Output"]
 
-_DATA = Path(__file__).parent / "data"
 Stop = str | int | Sequence[int]
-_Prefill = tuple[int, ...] | list[tuple[int, ...] | None] | None
-
-
-def shipped_models() -> list[str]:
-    """Names of the models that come with the package."""
-    return sorted(folder.parent.name for folder in _DATA.glob("*/model.safetensors"))
-
-
-def load(
-    name_or_path: str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    device_map: str | dict[str, Any] | None = None,
-    attn_implementation: str = "sdpa",
-    mask_token_id: int | None = None,
-    eos_token_id: int | None = None,
-    stop_token_ids: Sequence[int] | None = None,
-    suppress_token_ids: Sequence[int] | None = None,
-) -> DiffusionVlm:
-    """Loads a model with its tokenizer and image processing.
-
-    Args:
-        name_or_path: a shipped model (`shipped_models()`), a checkpoint folder, or a hub id.
-        dtype: of the weights; what the checkpoint says by default.
-        device: where to put the model; the current default by default. Not together with
-            `device_map`.
-        device_map: as in transformers, for models over several devices.
-        attn_implementation: `"sdpa"`, `"eager"`, `"flash_attention_2"` or `"flex_attention"`.
-        mask_token_id: replaces the checkpoint's; likewise the others.
-        eos_token_id: end of sequence.
-        stop_token_ids: ids that end a response.
-        suppress_token_ids: ids that are never proposed.
-
-    Raises:
-        CheckpointError: an incomplete or contradictory folder.
-        UnknownNameError: a model type that no registered model has.
-        InvalidInputError: no such folder, or arguments that exclude each other.
-    """
-    if device is not None and device_map is not None:
-        raise InvalidInputError("device and device_map exclude each other; pass one of them.")
-    name = str(name_or_path)
-    path = str(_DATA / name) if name in shipped_models() else name
-    processor = models.load_processor(path)
-    model = models.load_model(
-        path,
-        dtype=dtype,
-        device=device,
-        device_map=device_map,
-        attn_implementation=attn_implementation,
-        mask_token_id=mask_token_id,
-        eos_token_id=eos_token_id,
-        stop_token_ids=stop_token_ids,
-        suppress_token_ids=suppress_token_ids,
-    )
-    if processor is not None and processor.num_tokens > model.special_ids.mask:
-        model.num_valid_tokens = processor.num_tokens
-    return DiffusionVlm(model, processor, name=name, generation_defaults=_generation_defaults(path))
-
-
-def _generation_defaults(path: str) -> dict[str, Any]:
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(
-        path,
-        "generation_config.json",
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
 
 
 @dataclass(frozen=True)
@@ -258,10 +186,11 @@ class DiffusionVlm:
         chosen_sampler = samplers.make(sampler)
         chosen_stages = [vision.make(stage) for stage in stages]
         chosen_cache = _cache_policy(cache, chosen_sampler)
-        given_prefill = self._prefill(prefill)
+        given = self._given
+        given_prefill = given.prefill(prefill)
         settings = resolve_settings(
             {
-                "gen_length": self._template_length(given_prefill)
+                "gen_length": given.template_length(given_prefill)
                 if gen_length is None
                 else gen_length,
                 "steps": steps,
@@ -276,8 +205,8 @@ class DiffusionVlm:
             },
             self.generation_defaults,
         )
-        stop_ids = self._stop_sequences(stop, settings)
-        suffix_ids = self._ids(suffix, "suffix")
+        stop_ids = given.stop_sequences(stop, settings)
+        suffix_ids = given.ids(suffix, "suffix")
         tracker = make_tracker(track)
         probes = _probes(probe)
         rows, is_batch = self._rows(
@@ -303,7 +232,9 @@ class DiffusionVlm:
                 row_prompt = stage.before_lm(row_prompt)
             prompts.append(row_prompt)
         self._check_context(whole, settings, len(suffix_ids or ()))
-        canvas = self._canvas(prompts, settings, given_prefill)
+        canvas = start_canvas(
+            prompts, settings, given_prefill, self.model.special_ids.mask, self.device
+        )
         is_open = canvas.is_open[:, canvas.lead :].tolist()
         baseline = [
             self._baseline_cost(row_prompt, row_is_open, settings, len(suffix_ids or ()))
@@ -318,7 +249,7 @@ class DiffusionVlm:
             generators=self._generators(settings, len(rows)),
             meter=meter,
             suffix_ids=None if suffix_ids is None else torch.tensor(suffix_ids),
-            suppressed_ids=self._suppressed(suppress_token_ids),
+            suppressed_ids=given.suppressed(suppress_token_ids),
             baseline_flops=[flops for flops, _ in baseline],
             cache=chosen_cache,
         )
@@ -330,7 +261,7 @@ class DiffusionVlm:
                 "stop_sequences": [list(stop) for stop in stop_ids],
                 "suffix_ids": None if suffix_ids is None else list(suffix_ids),
                 "prefill_ids": given_prefill,
-                "suppress_token_ids": self._suppressed(suppress_token_ids),
+                "suppress_token_ids": given.suppressed(suppress_token_ids),
             },
             text_of=self.token_text,
         )
@@ -425,7 +356,7 @@ class DiffusionVlm:
             return rows, isinstance(input_ids, (list, tuple)) and not isinstance(input_ids[0], int)
         if inputs_embeds is not None:
             return rows_from_embeds(inputs_embeds), isinstance(inputs_embeds, (list, tuple))
-        processor = self._require_processor("prompt=")
+        processor = self._given.require_processor("prompt=")
         is_batch = not isinstance(prompt, str)
         prompts = list(prompt) if is_batch else [prompt]
         if not prompts:
@@ -433,74 +364,15 @@ class DiffusionVlm:
         drops = settings.quirks.drops_token_after_image
         return rows_from_text(processor, prompts, images, videos, is_batch, drops), is_batch
 
-    def _require_processor(self, what: str) -> VlmProcessor:
-        if self.processor is None:
-            raise InvalidInputError(
-                f"{what} needs a tokenizer, and {self.name!r} has none; "
-                "put the tokenizer files into the checkpoint folder, "
-                "or use input_ids= and id lists."
-            )
-        return self.processor
-
-    def _ids(self, value: str | Sequence[int] | None, name: str) -> tuple[int, ...] | None:
-        if value is None:
-            return None
-        ids = tuple(
-            self._require_processor(f"{name} as text").encode(value)
-            if isinstance(value, str)
-            else value
+    @property
+    def _given(self) -> GivenIds:
+        return GivenIds(
+            self.processor,
+            self.model.special_ids,
+            self.geometry.vocab_size,
+            self.model.num_valid_tokens,
+            self.name,
         )
-        if not ids:
-            raise InvalidInputError(f"{name} is empty; leave it out or give at least one token.")
-        size = self.geometry.vocab_size
-        wrong = [token for token in ids if not 0 <= token < size]
-        if wrong:
-            raise InvalidInputError(
-                f"{name} has ids {wrong[:5]}, which are outside the vocabulary of {size}."
-            )
-        return ids
-
-    def _prefill(self, value: Any) -> _Prefill:
-        """One entry for every row, or a list with one per row."""
-        is_list = isinstance(value, (list, tuple))
-        if is_list and not all(isinstance(entry, int) for entry in value):
-            return [self._ids(entry, "prefill") for entry in value]
-        return self._ids(value, "prefill")
-
-    def _template_length(self, prefill: _Prefill) -> int | None:
-        """Canvas length that a template implies; `None` where nothing given holds a mask id."""
-        entries = [ids for ids in (prefill if isinstance(prefill, list) else [prefill]) if ids]
-        mask_id = self.model.special_ids.mask
-        has_mask = any(mask_id in ids for ids in entries)
-        return max(map(len, entries)) if has_mask else None
-
-    def _stop_sequences(self, stop: Any, settings: Settings) -> list[tuple[int, ...]]:
-        if stop is True:
-            raise InvalidInputError(
-                "stop=True means nothing; pass stop strings or ids, None or False."
-            )
-        if stop is False:
-            return []
-        given = [] if stop is None else [stop] if isinstance(stop, (str, int)) else list(stop)
-        sequences = []
-        for entry in given:
-            ids = self._ids((entry,) if isinstance(entry, int) else entry, "a stop sequence")
-            if ids is not None:
-                sequences.append(ids)
-        if settings.quirks.has_default_stops:
-            special = self.model.special_ids
-            sequences += [(token,) for token in special.stop if (token,) not in sequences]
-        return sequences
-
-    def _suppressed(self, extra: Sequence[int]) -> list[int]:
-        special, size = self.model.special_ids, self.geometry.vocab_size
-        wrong = [token for token in extra if not 0 <= token < size]
-        if wrong:
-            raise InvalidInputError(
-                f"suppress_token_ids {wrong} are outside the vocabulary of {size} ids."
-            )
-        limit = min(size, self.model.num_valid_tokens or size)
-        return sorted(token for token in {*special.suppress, *extra} if token < limit)
 
     def _generators(self, settings: Settings, num_rows: int) -> list[torch.Generator]:
         seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
@@ -533,39 +405,6 @@ class DiffusionVlm:
                     f"that is {total}, and the model reads at most {limit}; "
                     "shorten the prompt, use fewer or smaller images, or a smaller gen_length."
                 )
-
-    def _canvas(self, prompts: Sequence[Prompt], settings: Settings, prefill: _Prefill) -> Canvas:
-        mask_id, length = self.model.special_ids.mask, settings.gen_length
-        tokens = torch.full((len(prompts), length), mask_id, dtype=torch.long)
-        entries = prefill if isinstance(prefill, list) else [prefill] * len(prompts)
-        if len(entries) != len(prompts):
-            raise InvalidInputError(
-                f"prefill has {len(entries)} entries for {len(prompts)} rows; give one per row."
-            )
-        for row, ids in enumerate(entries):
-            if ids is None:
-                continue
-            if len(ids) > length:
-                raise InvalidInputError(
-                    f"prefill has {len(ids)} tokens and gen_length is {length}; "
-                    f"use gen_length >= {len(ids)}."
-                )
-            tokens[row, : len(ids)] = torch.tensor(ids, dtype=torch.long)
-        is_open = tokens == mask_id
-        lead = 0
-        if settings.quirks.fills_prompt_masks:
-            masked = [(prompt.ids == mask_id).nonzero()[:, 0].tolist() for prompt in prompts]
-            if any(masked):
-                if len(prompts) > 1:
-                    raise InvalidInputError(
-                        "preset 'official' fills mask ids in the prompt, one row at a time; "
-                        "pass one prompt, or preset=None."
-                    )
-                lead = prompts[0].length - masked[0][0]
-                head = prompts[0].ids[None, masked[0][0] :].cpu()
-                tokens = torch.cat([head, tokens], dim=1)
-                is_open = torch.cat([head == mask_id, is_open], dim=1)
-        return Canvas.create(tokens.to(self.device), is_open.to(self.device), lead)
 
     def _baseline_cost(
         self, prompt: Prompt, is_open: list[bool], settings: Settings, num_suffix: int

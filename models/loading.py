@@ -110,7 +110,7 @@ def _read_config(name: str) -> dict[str, Any]:
             raise CheckpointError(f"{name!r} holds no config.json; is it a checkpoint folder?")
     else:
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-            from dlm_decode.vlm import shipped_models
+            from dlm_decode.loading import shipped_models
 
             raise InvalidInputError(
                 f"no folder {name!r}; pass a checkpoint folder, a hub id such as "
