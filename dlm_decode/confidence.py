@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Proposal", "propose", "rank_descending", "select_top"]
+__all__ = ["PreviousLogProb", "Proposal", "propose", "rank_descending", "select_top"]
 
 _VOCABULARY_SLICE = 16384
 _LARGEST_GAP = 80.0  # exp of more overflows float32
@@ -30,14 +30,32 @@ class Proposal:
         log_prob: `(N,)` float32 log-probability of the proposed token under the un-noised
             distribution. NaN where the logits were.
         margin: `(N,)` float32 top-1 minus top-2 probability, if asked for.
+        logit_margin: `(N,)` float32 top-1 minus top-2 logit, if asked for.
         entropy: `(N,)` float32 in nats, if asked for.
+        kl: `(N,)` float32 KL(now || previous) in nats, if asked for; +inf where there is no
+            previous distribution.
     """
 
     tokens: Tensor
     top_tokens: Tensor
     log_prob: Tensor
     margin: Tensor | None = None
+    logit_margin: Tensor | None = None
     entropy: Tensor | None = None
+    kl: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PreviousLogProb:
+    """Log-probabilities that N positions had last, for the `kl` statistic.
+
+    Attributes:
+        store: `(M, V)` float16; a row without a distribution is -inf throughout.
+        rows: `(N,)` long, the row of `store` that belongs to each position.
+    """
+
+    store: Tensor
+    rows: Tensor
 
 
 def propose(
@@ -47,6 +65,7 @@ def propose(
     uniform: Tensor | None = None,
     statistics: Collection[str] = (),
     unproposable: int | None = None,
+    previous: PreviousLogProb | None = None,
 ) -> Proposal:
     """Chooses a token per position and measures its probability.
 
@@ -60,10 +79,12 @@ def propose(
         temperature: 0 takes the argmax (ties: lowest id); above 0, Gumbel-max sampling from
             softmax(logits / temperature).
         uniform: `(N, V)` numbers in [0, 1) for the Gumbel noise, needed when `temperature > 0`.
-        statistics: any of `"margin"` and `"entropy"`.
+        statistics: any of `"margin"`, `"logit_margin"`, `"entropy"` and `"kl"`.
         unproposable: id that is never proposed but keeps its share of the probability (the mask
             id). Taking it out of the softmax as well would raise confidences, and with them change
             which position is the most confident.
+        previous: what `"kl"` compares with; overwritten with the log-probabilities of `logits`.
+            Float16 costs less than 5e-4 nats where the top token has a probability of 0.9 or more.
 
     Returns:
         Proposal.
@@ -86,10 +107,13 @@ def propose(
         rest += gap.exp()
     top_log_prob = -torch.log1p(rest)
 
-    margin = entropy = None
-    if "margin" in statistics:
+    margin = logit_margin = entropy = kl = None
+    if "margin" in statistics or "logit_margin" in statistics:
         second = logits.max(dim=-1, keepdim=True).values.float()
-        margin = (top_log_prob.exp() - (second - top + top_log_prob).exp()).squeeze(-1)
+        if "margin" in statistics:
+            margin = (top_log_prob.exp() - (second - top + top_log_prob).exp()).squeeze(-1)
+        if "logit_margin" in statistics:
+            logit_margin = (top - second).squeeze(-1)
     logits.scatter_(1, top_token, top.to(logits.dtype))
     if "entropy" in statistics:
         total = torch.zeros_like(top)
@@ -109,7 +133,36 @@ def propose(
         log_prob = logits.gather(1, token).float() - top + top_log_prob
     if withheld is not None and unproposable is not None:
         logits[:, unproposable] = withheld[:, 0]
-    return Proposal(token.squeeze(-1), top_token.squeeze(-1), log_prob.squeeze(-1), margin, entropy)
+    if "kl" in statistics:
+        kl = _divergence(logits, top, top_log_prob, previous)
+    return Proposal(
+        tokens=token.squeeze(-1),
+        top_tokens=top_token.squeeze(-1),
+        log_prob=log_prob.squeeze(-1),
+        margin=margin,
+        logit_margin=logit_margin,
+        entropy=entropy,
+        kl=kl,
+    )
+
+
+def _divergence(
+    logits: Tensor, top: Tensor, top_log_prob: Tensor, previous: PreviousLogProb | None
+) -> Tensor:
+    """`(N,)` KL(now || previous); takes over what is now into `previous`."""
+    if previous is None:
+        return torch.full_like(top, float("inf")).squeeze(-1)
+    total, start = torch.zeros_like(top), 0
+    for part in logits.split(_VOCABULARY_SLICE, dim=-1):
+        columns = slice(start, start + part.shape[-1])
+        # The top leaves out the id that is never proposed, so that one alone can exceed it.
+        log_prob = (part.float() - top).clamp_max_(_LARGEST_GAP) + top_log_prob
+        probability = log_prob.exp()
+        terms = probability * (log_prob - previous.store[previous.rows, columns].float())
+        total += terms.masked_fill_(probability == 0, 0.0).sum(dim=-1, keepdim=True)
+        previous.store[previous.rows, columns] = log_prob.to(previous.store.dtype)
+        start += part.shape[-1]
+    return total.clamp_min_(0.0).squeeze(-1)
 
 
 def _gumbel_argmax(logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:

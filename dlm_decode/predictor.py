@@ -5,7 +5,7 @@ Proposals are made at the asked canvas positions only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memory
 from dlm_decode.canvas import Canvas, Prompt
-from dlm_decode.confidence import Proposal, propose
+from dlm_decode.confidence import PreviousLogProb, Proposal, propose
 from dlm_decode.cost import CostMeter, forward_flops
 from dlm_decode.settings import Settings
 
@@ -59,14 +59,21 @@ class Prediction:
         log_prob: `(B, C)` float32; -inf where nothing was asked.
         margin: `(B, C)` float32 top-1 minus top-2 probability, if asked for; -inf where nothing was
             asked.
+        logit_margin: `(B, C)` float32 top-1 minus top-2 logit, if asked for; -inf where nothing was
+            asked.
         entropy: `(B, C)` float32 in nats, if asked for; +inf where nothing was asked.
+        kl: `(B, C)` float32 KL divergence in nats of the distribution from the one that the view
+            gave when it last answered the position, if asked for; +inf where it never did, or where
+            the row's question before this one left the position out.
     """
 
     tokens: Tensor
     top_tokens: Tensor
     log_prob: Tensor
     margin: Tensor | None = None
+    logit_margin: Tensor | None = None
     entropy: Tensor | None = None
+    kl: Tensor | None = None
 
     @property
     def is_answered(self) -> Tensor:
@@ -151,6 +158,7 @@ class Predictor:
         self._num_candidates = min(size, model.num_valid_tokens or size)
         self._policy = cache
         self._caches: dict[View, _ViewCache] = {}
+        self._log_probs: dict[View, _ViewLogProb] = {}
         self._layouts: dict[View, _Layout] = {}
         self._forward_costs: dict[View, Tensor] = {}
         self.baseline_flops = baseline_flops
@@ -194,11 +202,11 @@ class Predictor:
         Args:
             view: what the forward sees.
             positions: `(B, C)` bool, canvas columns where a proposal is wanted.
-            statistics: any of `"margin"` and `"entropy"`.
+            statistics: any of `"margin"`, `"logit_margin"`, `"entropy"` and `"kl"`.
             blocks: `(B,)` block of each row, which a cache policy plans by.
             is_charged: `False` is for measurements that a method would not run: the forward costs
-                nothing, uses no cache, and proposes argmax tokens without drawing from the rows'
-                generators.
+                nothing, uses no cache, proposes argmax tokens without drawing from the rows'
+                generators, and has no previous distribution for `"kl"`.
             samples: at a temperature above 0, `False` proposes argmax tokens and draws nothing.
 
         Returns:
@@ -215,10 +223,11 @@ class Predictor:
         else:
             feeds = cache.plan(rows, blocks, self._layout(view).lengths)
         self.meter.calls += 0 if not is_charged else len(set(feeds.values()))
+        log_prob = self._view_log_prob(view, asked) if is_charged and "kl" in statistics else None
         for feed in dict.fromkeys(feeds.values()):
             own = [row for row in rows if feeds[row] == feed]
             places = asked[torch.isin(asked[:, 0], torch.tensor(own))]
-            self._run(view, own, feed, places, cache, prediction, is_charged, samples)
+            self._run(view, own, feed, places, cache, log_prob, prediction, is_charged, samples)
         if cache is not None:
             self.meter.kv_bytes = max(
                 self.meter.kv_bytes, sum(kept.num_bytes for kept in self._caches.values())
@@ -232,6 +241,7 @@ class Predictor:
         feed: Feed,
         asked: Tensor,
         cache: _ViewCache | None,
+        log_prob: _ViewLogProb | None,
         prediction: Prediction,
         is_charged: bool,
         samples: bool,
@@ -245,6 +255,7 @@ class Predictor:
             asked: `(n, 2)` row and canvas column on the host; columns that are not fed stay
                 unanswered.
             cache: what keys and values are kept in.
+            log_prob: what distributions are kept in, for `"kl"`.
             prediction: written to.
             is_charged: as in `__call__`.
             samples: as in `__call__`.
@@ -274,8 +285,10 @@ class Predictor:
         unconditional = None
         if self.settings.cfg_scale > 0:
             unconditional = hidden[index + len(rows), places]
-        noise = self._noise(rows, counts, asked[:, 1]) if is_charged and samples else None
-        proposal = self._propose(picked, unconditional, noise, _statistics(prediction))
+        draws = is_charged and samples and self.settings.temperature > 0
+        noise = self._noise(rows, counts, asked[:, 1]) if draws else None
+        previous = None if log_prob is None else log_prob.at(asked)
+        proposal = self._propose(picked, unconditional, noise, _statistics(prediction), previous)
         self.has_nan |= proposal.log_prob.isnan().any()
         asked = asked.to(self.device)
         for name in ("tokens", "top_tokens", "log_prob", *_statistics(prediction)):
@@ -345,7 +358,9 @@ class Predictor:
             top_tokens=torch.full_like(self.canvas.tokens, self._mask_id),
             log_prob=minus_infinity,
             margin=minus_infinity.clone() if "margin" in statistics else None,
+            logit_margin=minus_infinity.clone() if "logit_margin" in statistics else None,
             entropy=-minus_infinity if "entropy" in statistics else None,
+            kl=-minus_infinity if "kl" in statistics else None,
         )
 
     def _layout(self, view: View) -> _Layout:
@@ -366,6 +381,14 @@ class Predictor:
             passes = 2 if self.settings.cfg_scale > 0 else 1
             self._caches[view] = _ViewCache(self._policy, bounds, num_rows, passes)
         return self._caches[view]
+
+    def _view_log_prob(self, view: View, asked: Tensor) -> _ViewLogProb:
+        """What distributions of `view` are kept in, with room for the `(n, 2)` asked positions."""
+        if view not in self._log_probs:
+            shape = (len(self._prompts), self.canvas.width)
+            self._log_probs[view] = _ViewLogProb(shape, self._num_candidates, self.device)
+        self._log_probs[view].make_room(asked)
+        return self._log_probs[view]
 
     def _batch(self, view: View, rows: list[int], feed: Feed, *, is_cached: bool) -> _Batch:
         """The fed part of the asked rows; with guidance, of their unconditional twins as well."""
@@ -426,52 +449,55 @@ class Predictor:
             )
         return embeds
 
-    def _noise(self, rows: list[int], counts: list[int], columns: Tensor) -> list[Tensor] | None:
-        """Gumbel uniforms per asked canvas column, row by row, each `(n, candidates)`."""
-        if self.settings.temperature == 0:
-            return None
+    def _noise(self, rows: list[int], counts: list[int], columns: Tensor) -> Iterator[Tensor]:
+        """Gumbel uniforms per asked canvas column, row by row, `(n, candidates)` at a time."""
         size = self._num_candidates
         is_full = self.settings.quirks.random_stream == "full"
-        drawn: list[Tensor] = []
         for row, wanted in zip(rows, columns.split(counts), strict=True):
-            generator = self.generators[row]
             if is_full:
-                length = self.sequence_lengths(FULL)[row]
-                wanted = wanted + (length - self.num_suffix - self.canvas.width)
-                kept = []
-                for start in range(0, length, _NOISE_CHUNK):
-                    shape = (min(_NOISE_CHUNK, length - start), size)
-                    part = torch.rand(
-                        shape, dtype=self._noise_dtype, generator=generator, device=self.device
-                    )
-                    inside = wanted[(wanted >= start) & (wanted < start + _NOISE_CHUNK)] - start
-                    kept.append(part[inside.to(self.device)])
-                drawn.append(torch.cat(kept))
-            else:
-                for part in wanted.split(_NOISE_CHUNK):
-                    shape = (len(part), size)
-                    drawn.append(
-                        torch.rand(
-                            shape, dtype=self._noise_dtype, generator=generator, device=self.device
-                        )
-                    )
-        return drawn
+                yield self._noise_of_whole_row(row, wanted)
+                continue
+            for part in wanted.split(_NOISE_CHUNK):
+                yield self._uniform_numbers(row, len(part), size)
+
+    def _noise_of_whole_row(self, row: int, columns: Tensor) -> Tensor:
+        """Draws for every position of the sequence, and keeps the asked columns."""
+        length = self.sequence_lengths(FULL)[row]
+        wanted = columns + (length - self.num_suffix - self.canvas.width)
+        kept = []
+        for start in range(0, length, _NOISE_CHUNK):
+            part = self._uniform_numbers(
+                row, min(_NOISE_CHUNK, length - start), self._num_candidates
+            )
+            inside = wanted[(wanted >= start) & (wanted < start + _NOISE_CHUNK)] - start
+            kept.append(part[inside.to(self.device)])
+        return torch.cat(kept)
+
+    def _uniform_numbers(self, row: int, count: int, size: int) -> Tensor:
+        return torch.rand(
+            (count, size),
+            dtype=self._noise_dtype,
+            generator=self.generators[row],
+            device=self.device,
+        )
 
     def _propose(
         self,
         hidden: Tensor,
         unconditional: Tensor | None,
-        noise: list[Tensor] | None,
+        noise: Iterator[Tensor] | None,
         statistics: Collection[str],
+        previous: PreviousLogProb | None,
     ) -> Proposal:
-        sizes = (
-            [len(part) for part in noise]
-            if noise is not None
-            else _chunks(len(hidden), _HEAD_CHUNK)
-        )
+        if noise is None:
+            pieces = ((size, None) for size in _chunks(len(hidden), _HEAD_CHUNK))
+        else:
+            pieces = ((len(part), part) for part in noise)
         unproposable = None if self.settings.quirks.may_predict_mask else self._mask_id
         parts, start = [], 0
-        for index, size in enumerate(sizes):
+        for size, uniform in pieces:
+            if not size:
+                continue
             piece = slice(start, start + size)
             logits = self.model.logits(hidden[piece])[:, : self._num_candidates]
             if unconditional is not None:
@@ -482,9 +508,12 @@ class Predictor:
                 propose(
                     logits,
                     temperature=0.0 if noise is None else self.settings.temperature,
-                    uniform=None if noise is None else noise[index],
+                    uniform=uniform,
                     statistics=statistics,
                     unproposable=unproposable,
+                    previous=None
+                    if previous is None
+                    else replace(previous, rows=previous.rows[piece]),
                 )
             )
             start += size
@@ -564,9 +593,47 @@ class _ViewCache:
         )
 
 
+class _ViewLogProb:
+    """The distributions that one view gave last: a vocabulary of float16 per asked position.
+
+    When a row asks again, those of its positions that it leaves out are forgotten, and their place
+    is used again.
+    """
+
+    def __init__(self, shape: tuple[int, int], vocab_size: int, device: torch.device) -> None:
+        self._slots = torch.full(shape, -1)  # (B, C) on the host: rows of the store
+        self._store = torch.empty(0, vocab_size, dtype=torch.float16, device=device)
+
+    def make_room(self, asked: Tensor) -> None:
+        """Gives a place to each of the `(n, 2)` positions that has none."""
+        is_asked = torch.zeros_like(self._slots, dtype=torch.bool)
+        is_asked[asked[:, 0], asked[:, 1]] = True
+        self._slots[is_asked.any(dim=1, keepdim=True) & ~is_asked] = -1
+        is_new = is_asked & (self._slots < 0)
+        num_new, num_slots = int(is_new.sum()), len(self._store)
+        if not num_new:
+            return
+        is_free = torch.ones(num_slots, dtype=torch.bool)
+        is_free[self._slots[self._slots >= 0]] = False
+        free = is_free.nonzero()[:, 0]
+        missing = max(0, num_new - len(free))
+        if missing:
+            more = self._store.new_empty(missing, self._store.shape[1])
+            self._store = torch.cat([self._store, more])
+            free = torch.cat([free, torch.arange(num_slots, num_slots + missing)])
+        self._slots[is_new] = free[:num_new]
+        self._store[free[:num_new].to(self._store.device)] = float("-inf")
+
+    def at(self, asked: Tensor) -> PreviousLogProb:
+        """The places of `(n, 2)` positions that have room."""
+        rows = self._slots[asked[:, 0], asked[:, 1]]
+        return PreviousLogProb(self._store, rows.to(self._store.device))
+
+
 def _statistics(prediction: Prediction) -> tuple[str, ...]:
     """Which of the optional statistics a prediction holds."""
-    return tuple(name for name in ("margin", "entropy") if getattr(prediction, name) is not None)
+    names = ("margin", "logit_margin", "entropy", "kl")
+    return tuple(name for name in names if getattr(prediction, name) is not None)
 
 
 def _chunks(total: int, size: int) -> list[int]:

@@ -95,7 +95,7 @@ class StepRecord:
             confidence=step.draft.confidence if step.confidence is None else step.confidence,
             draft=torch.where(asked & ~step.commit, step.draft.tokens, -1),
             draft_confidence=step.draft.confidence,
-            reasons={**step.reasons, "fallback": forced},
+            reasons={"forced": forced, **step.reasons},
             info=dict(step.info),
             lead=canvas.lead,
             per_token=dict(step.per_token),

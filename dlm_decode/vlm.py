@@ -265,6 +265,8 @@ class DiffusionVlm:
             },
             text_of=self.token_text,
         )
+        notes = getattr(chosen_sampler, "notes", None)
+        trajectory.run["notes"] = [] if notes is None else notes(predictor)
         if probe is not None:
             trajectory.run["probe"] = {
                 "positions": probe,

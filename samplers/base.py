@@ -122,8 +122,8 @@ class Sampler(Protocol):
     """A frozen dataclass of knobs with two methods.
 
     Register it with `@register_sampler("name")`. Optional: an attribute `cache` names the cache
-    policy that `generate` uses unless it is given another, and a method `preset(cache)` the preset
-    of `Settings`.
+    policy that `generate` uses unless it is given another, a method `preset(cache)` the preset of
+    `Settings`, and a method `notes(context)` lists what a user should know beforehand.
     """
 
     def start(self, context: Predictor) -> Any:

@@ -264,6 +264,13 @@ class Lown:
     def _text_view(self) -> View:
         return TEXT_ONLY if self.positions == "packed" else TEXT_ONLY_ORIGINAL
 
+    def notes(self, context: Predictor) -> list[str]:
+        """What a user should know before decoding: rows that have no visual tokens."""
+        rows = [row for row, has_visual in enumerate(context.has_visual.tolist()) if not has_visual]
+        if not rows:
+            return []
+        return [f"rows {rows} have no visual tokens; lown decodes them as the baseline does."]
+
     def start(self, context: Predictor) -> LownState:
         """No anchors yet."""
         tokens = context.canvas.tokens

@@ -207,7 +207,7 @@ def test_a_wrong_sampler_is_stopped(mode):
 def test_an_idle_sampler_still_advances_one_position_per_step():
     done = run(ladder(4), [2], Settings(4, 4, 4), sampler=Scripted("nothing"))
     assert committed(done.records) == [[3], [2], [1], [0]]
-    assert all(record.reasons["fallback"].any() for record in done.records)
+    assert all(record.reasons["forced"].any() for record in done.records)
 
 
 def test_greedy_blocks_end_early():

@@ -252,7 +252,9 @@ def test_lown_limits_on_a_real_model(vlm):
     assert always.cost.relative == 1.0
     routed = vlm.generate(QUESTION, sampler="lown", **options)
     assert len(routed.trajectory) <= 6
+    assert routed.trajectory.run["notes"] == []
     plain = vlm.generate(QUESTION, sampler="lown", gen_length=6, stop=False)
+    assert "rows [0] have no visual tokens" in plain.trajectory.run["notes"][0]
     assert (
         plain.sequences.tolist()
         == vlm.generate(QUESTION, gen_length=6, stop=False).sequences.tolist()
