@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_decode.registry import Registry
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from dlm_decode.models.base import DiffusionModel
     from dlm_decode.models.loading import load_model, load_processor
 
-__all__ = ["get", "load_model", "load_processor", "names", "register_model"]
+__all__ = ["class_for", "get", "load_model", "load_processor", "names", "register_model"]
 
 _registry: Registry[DiffusionModel] = Registry(
     "model type", "dlm_decode.models", "dlm_decode.models"
@@ -43,6 +44,18 @@ def names() -> list[str]:
 def get(model_type: str) -> type[DiffusionModel]:
     """The class for a model type; raises `UnknownNameError`."""
     return _registry.get(model_type)
+
+
+def class_for(raw: Mapping[str, Any]) -> type[DiffusionModel]:
+    """The class that reads a `config.json`: one that claims it, else by its `model_type`.
+
+    Raises:
+        UnknownNameError: nothing is registered for the model type.
+    """
+    for name in names():
+        if get(name).claims(raw):
+            return get(name)
+    return get(raw["model_type"])
 
 
 def __getattr__(name: str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +33,11 @@ class DiffusionModel(PreTrainedModel):
     """Ids from here on are no tokens: they are never proposed and do not enter the softmax."""
 
     lm_head: nn.Module
+
+    @classmethod
+    def claims(cls, raw: Mapping[str, Any]) -> bool:
+        """Whether this class reads a `config.json` that bears another class's model type."""
+        return False
 
     @property
     def special_ids(self) -> SpecialIds:

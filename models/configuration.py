@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig, SiglipVisionConfig
 
 from dlm_decode.errors import CheckpointError
+from dlm_decode.models.prompt_rules import PromptRules
 
 __all__ = ["LLaDAConfig", "LlavaLLaDAConfig", "rope_theta_of"]
 
@@ -46,7 +47,13 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "input_emb_norm": (False,),
     "scale_logits": (False,),
 }
-_SIGLIP2_SO400M_384 = {
+# The published system message of LLaDA-V and LaViDa.
+_SYSTEM = (
+    "You are a helpful language and vision assistant. You are able to understand the visual "
+    "content that the user provides, and assist the user with a variety of tasks using natural "
+    "language."
+)
+_SO400M_384 = {
     "hidden_size": 1152,
     "intermediate_size": 4304,
     "num_hidden_layers": 27,
@@ -235,6 +242,9 @@ class LlavaLLaDAConfig(LLaDAConfig):
     """
 
     model_type = "llava_llada"
+    merge_types: ClassVar[tuple[str, ...]] = ("spatial_unpad", "flat")
+    image_modes: ClassVar[tuple[str, ...]] = ("pad", "anyres", "anyres_max_N")
+    has_system_in_template = True
 
     def __init__(
         self,
@@ -270,19 +280,44 @@ class LlavaLLaDAConfig(LLaDAConfig):
         super().check()
         if self.mm_projector_type != "mlp2x_gelu":
             raise CheckpointError(
-                f"mm_projector_type {self.mm_projector_type!r} is not LLaDA-V's 'mlp2x_gelu'."
+                f"mm_projector_type {self.mm_projector_type!r} is unknown; the published models "
+                "have 'mlp2x_gelu'."
             )
-        if self.mm_patch_merge_type not in ("spatial_unpad", "flat"):
+        if self.mm_patch_merge_type not in self.merge_types:
             raise CheckpointError(
-                f"mm_patch_merge_type {self.mm_patch_merge_type!r} is unknown; use 'spatial_unpad' "
-                "or 'flat'."
+                f"mm_patch_merge_type {self.mm_patch_merge_type!r} is unknown; use "
+                f"{_listed(self.merge_types)}."
             )
         for name in ("image_aspect_ratio", "multi_image_aspect_ratio"):
             mode = getattr(self, name)
-            if mode not in (None, "pad") and not mode.startswith("anyres"):
+            if mode not in (None, *self.image_modes) and not mode.startswith("anyres"):
                 raise CheckpointError(
-                    f"{name} {mode!r} is unknown; use 'pad', 'anyres' or 'anyres_max_N'."
+                    f"{name} {mode!r} is unknown; use {_listed(self.image_modes)}."
                 )
+
+    @property
+    def has_newline(self) -> bool:
+        """Whether the checkpoint holds a newline vector."""
+        return True
+
+    @property
+    def tile_size(self) -> int:
+        """Pixels per side of what the tower reads."""
+        size = self.vision.image_size
+        return size if isinstance(size, int) else size[0]
+
+    @property
+    def prompt_rules(self) -> PromptRules:
+        """What the processor asks for."""
+        return PromptRules(
+            reads_media=True,
+            tile_size=self.tile_size,
+            image_mode=self.image_aspect_ratio,
+            multi_image_mode=self.multi_image_aspect_ratio,
+            grids=self.image_grid_pinpoints,
+            system=_SYSTEM,
+            has_system_in_template=self.has_system_in_template,
+        )
 
     @property
     def vision(self) -> SiglipVisionConfig:
@@ -296,10 +331,10 @@ class LlavaLLaDAConfig(LLaDAConfig):
             name = (self.mm_vision_tower or "").lower()
             if "siglip" not in name:
                 raise CheckpointError(
-                    f"vision tower {self.mm_vision_tower!r} is not a SigLIP; LLaDA-V's tower is. "
-                    "Add vision_config to config.json to describe another SigLIP geometry."
+                    f"vision tower {self.mm_vision_tower!r} is not a SigLIP; the published towers "
+                    "are. Add vision_config to config.json to describe another SigLIP geometry."
                 )
-            sizes = _SIGLIP2_SO400M_384
+            sizes = _SO400M_384
         known: dict[str, Any] = {
             key: value
             for key, value in sizes.items()
@@ -308,3 +343,7 @@ class LlavaLLaDAConfig(LLaDAConfig):
         config = SiglipVisionConfig(**known, vision_use_head=False)
         config.num_hidden_layers -= 1
         return config
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"

@@ -73,7 +73,7 @@ class LlavaLLaDABackbone(LLaDABackbone):
         self.mm_projector = nn.Sequential(
             nn.Linear(vision.hidden_size, width), nn.GELU(), nn.Linear(width, width)
         )
-        self.image_newline = nn.Parameter(torch.empty(width))
+        self.image_newline = nn.Parameter(torch.empty(width)) if config.has_newline else None
 
 
 @register_model("llava_llada")
@@ -93,7 +93,7 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, LlavaLLaDABackbone):
+        if isinstance(module, LlavaLLaDABackbone) and module.image_newline is not None:
             nn.init.normal_(module.image_newline, std=0.02)
 
     @property
@@ -106,7 +106,7 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
             num_heads=vision.num_attention_heads,
-            tokens_per_tile=(_side(vision.image_size) // _side(vision.patch_size)) ** 2,
+            tokens_per_tile=(config.tile_size // _side(vision.patch_size)) ** 2,
             patch_dim=3 * _side(vision.patch_size) ** 2,
             projector_dims=(vision.hidden_size, config.hidden_size, config.hidden_size),
         )
@@ -119,7 +119,7 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
             InvalidInputError: pixels of another size than the tower reads, or that are not
                 normalised floats.
         """
-        size = _side(self.config.vision.image_size)
+        size = self.config.tile_size
         if pixels.dim() != 4 or tuple(pixels.shape[1:]) != (3, size, size):
             raise InvalidInputError(
                 f"pixel tiles must have shape (n, 3, {size}, {size}), got {tuple(pixels.shape)}."
@@ -224,7 +224,7 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
         self, features: Tensor, size: tuple[int, int] | None, kind: str, has_tiles: bool
     ) -> tuple[Tensor, Sections]:
         config = self.config
-        newline = self._vision.image_newline.to(features)
+        newline = self._newline(features)
         if kind == "video":
             return video_tokens(
                 pool_frames(features, config.mm_spatial_pool_mode),
@@ -235,15 +235,29 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
             return flat_tokens(features)
         if not has_tiles or len(features) == 1:
             return single_tokens(features[0], newline)
+        size, grid = self._size_and_grid(size)
+        return anyres_tokens(features, newline, grid, size, self._max_tiles)
+
+    def _newline(self, features: Tensor) -> Tensor | None:
+        newline = self._vision.image_newline
+        return None if newline is None else newline.to(features)
+
+    @property
+    def _max_tiles(self) -> int | None:
+        return max_tiles_of(self.config.image_aspect_ratio)
+
+    def _size_and_grid(
+        self, size: tuple[int, int] | None
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """An image's `(width, height)`, and its tiles per row and per column."""
         if size is None:
             raise InvalidInputError(
                 "tiled images need image_sizes, the (width, height) of each original image."
             )
         size = (int(size[0]), int(size[1]))
-        tile = _side(config.vision.image_size)
-        best = best_resolution(size, grid_candidates(config.image_grid_pinpoints, tile))
-        grid = (best[0] // tile, best[1] // tile)
-        return anyres_tokens(features, newline, grid, size, max_tiles_of(config.image_aspect_ratio))
+        tile = self.config.tile_size
+        best = best_resolution(size, grid_candidates(self.config.image_grid_pinpoints, tile))
+        return size, (best[0] // tile, best[1] // tile)
 
     def _splice(
         self,

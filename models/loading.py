@@ -51,7 +51,7 @@ def load_model(
     name = str(path)
     raw = _read_config(name)
     cls = _model_class(raw, name)
-    config: Any = cls.config_class.from_pretrained(name)
+    config = _config(cls, raw)
     overrides = {
         "mask_token_id": mask_token_id,
         "eos_token_id": eos_token_id,
@@ -133,7 +133,12 @@ def _model_class(raw: dict[str, Any], name: str) -> Any:
         raise CheckpointError(
             f"config.json of {name!r} has no model_type; known are {', '.join(models.names())}."
         )
-    return models.get(model_type)
+    return models.class_for(raw)
+
+
+def _config(cls: Any, raw: dict[str, Any]) -> Any:
+    """The config object of a class, whatever model type the file gives."""
+    return cls.config_class.from_dict({**raw, "model_type": cls.config_class.model_type})
 
 
 def _check_special_ids(config: Any, name: str) -> None:
@@ -221,5 +226,4 @@ def load_processor(path: str | Path) -> VlmProcessor | None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise CheckpointError(f"cannot read the tokenizer of {name!r}: {error}") from error
-    config = _model_class(raw, name).config_class.from_pretrained(name)
-    return VlmProcessor(tokenizer, config)
+    return VlmProcessor(tokenizer, _config(_model_class(raw, name), raw))

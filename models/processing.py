@@ -13,19 +13,12 @@ from torch import Tensor
 from dlm_decode.canvas import IMAGE_TOKEN_ID
 from dlm_decode.errors import CheckpointError, InvalidInputError, MediaError
 from dlm_decode.models.anyres import grid_candidates, pad_to_square, pixels_of, tiles_of
-from dlm_decode.models.configuration import LlavaLLaDAConfig
+from dlm_decode.models.prompt_rules import PromptRules, rules_of
 
 __all__ = ["IMAGE_TAG", "ModelInputs", "VlmProcessor", "join_chunks"]
 
 IMAGE_TAG = "<image>"
 Message = Mapping[str, Any]
-
-# Published prompts of LLaDA-V; a tokenizer with a chat template of its own takes precedence.
-_LLADA_V_SYSTEM = (
-    "You are a helpful language and vision assistant. You are able to understand the visual "
-    "content that the user "
-    "provides, and assist the user with a variety of tasks using natural language."
-)
 
 
 @dataclass(frozen=True)
@@ -100,13 +93,19 @@ class VlmProcessor:
 
     Args:
         tokenizer: a fast tokenizer of transformers.
-        config: the model's config; without image fields the processor is text-only.
+        config: the model's config; what it says about prompts and pictures is asked for as
+            `PromptRules`.
     """
 
     def __init__(self, tokenizer: Any, config: Any) -> None:
         self.tokenizer = tokenizer
         self.config = config
         self._text_by_id: dict[int, str] = {}
+
+    @property
+    def rules(self) -> PromptRules:
+        """What the model wants its prompts and pictures to look like."""
+        return rules_of(self.config)
 
     def __call__(
         self,
@@ -159,7 +158,7 @@ class VlmProcessor:
                 f"{len(videos)} videos were "
                 "given; give one for each tag, or leave the tags out."
             )
-        if num_media and not isinstance(self.config, LlavaLLaDAConfig):
+        if num_media and not self.rules.reads_media:
             raise InvalidInputError("this is a text-only model and cannot read images or videos.")
         chunks = [self.encode(chunk) for chunk in self.render(messages).split(IMAGE_TAG)]
         ids = join_chunks(chunks, self.tokenizer.bos_token_id, official_token_drop)
@@ -182,13 +181,15 @@ class VlmProcessor:
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt as text, ready for the answer."""
-        if getattr(self.tokenizer, "chat_template", None):
+        rules, messages = self.rules, list(messages)
+        has_template = bool(getattr(self.tokenizer, "chat_template", None))
+        is_bare = rules.system is not None and messages[0]["role"] != "system"
+        if is_bare and not (has_template and rules.has_system_in_template):
+            messages = [{"role": "system", "content": rules.system}, *messages]
+        if has_template:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=True
             )
-        messages = list(messages)
-        if isinstance(self.config, LlavaLLaDAConfig) and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": _LLADA_V_SYSTEM}, *messages]
         text = "<|startoftext|>"
         for message in messages:
             header = f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
@@ -217,31 +218,39 @@ class VlmProcessor:
         return len(self.tokenizer)
 
     def image_pixels(self, image: Image.Image, num_images: int = 1) -> Tensor:
-        """Pixels of one image: `(1 + tiles, 3, h, w)` in tiled mode, `(3, h, w)` in pad mode.
+        """Pixels of one image: `(1 + tiles, 3, h, w)` in tiled mode, else `(3, h, w)`.
 
-        Several images in one prompt are padded instead of tiled, unless the config's
-        `multi_image_aspect_ratio` says otherwise.
+        Args:
+            image: RGB.
+            num_images: images of the prompt; several may be prepared in another mode than one.
+
+        Raises:
+            CheckpointError: an unknown mode in the model's config.
+            MediaError: an image that cannot be padded.
         """
-        config = self.config
-        tile, mode = config.vision.image_size, config.image_aspect_ratio
+        rules = self.rules
+        tile, mode = rules.tile_size, rules.image_mode
         if num_images > 1:
-            mode = config.multi_image_aspect_ratio or mode
+            mode = rules.multi_image_mode or mode
         if mode == "pad":
             return pixels_of(pad_to_square(image), tile)
+        if mode == "square":
+            return pixels_of(image, tile)
         if mode.startswith("anyres"):
-            candidates = grid_candidates(config.image_grid_pinpoints, tile)
+            candidates = grid_candidates(rules.grids, tile)
             return torch.stack(
                 [pixels_of(part, tile) for part in tiles_of(image, candidates, tile)]
             )
         raise CheckpointError(
-            f"image_aspect_ratio {mode!r} is unknown; use 'pad', 'anyres' or 'anyres_max_N'."
+            f"image_aspect_ratio {mode!r} is unknown; use 'pad', 'square', 'anyres' or "
+            "'anyres_max_N'."
         )
 
     def video_pixels(self, frames: Sequence[Image.Image]) -> Tensor:
         """`(F, 3, h, w)`; frames are squashed to the tile, as the official evaluation does."""
         if not frames:
             raise MediaError("a video has no frames.")
-        tile = self.config.vision.image_size
+        tile = self.rules.tile_size
         return torch.stack([pixels_of(frame, tile) for frame in frames])
 
     def save_pretrained(self, folder: Any) -> None:

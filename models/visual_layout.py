@@ -21,6 +21,7 @@ from dlm_decode.models.anyres import unpadded_box
 
 __all__ = [
     "NEWLINE_POSITIONS",
+    "POOL_MODES",
     "Sections",
     "anyres_tokens",
     "flat_tokens",
@@ -31,6 +32,7 @@ __all__ = [
 
 Sections = tuple[tuple[int, int, int, bool], ...]
 NEWLINE_POSITIONS = ("grid", "frame", "one_token", "no_token")
+POOL_MODES = ("bilinear", "average", "max")
 _SHRINK_ABOVE = 1.1
 
 
@@ -52,18 +54,19 @@ def flat_tokens(features: Tensor) -> tuple[Tensor, Sections]:
 
 def anyres_tokens(
     features: Tensor,
-    newline: Tensor,
+    newline: Tensor | None,
     grid: tuple[int, int],
     size: tuple[int, int],
     max_tiles: int | None,
 ) -> tuple[Tensor, Sections]:
     """The base tile, then the grid, a newline after each of its rows.
 
-    The grid is stitched from its tiles, cropped to the image and, above the limit, shrunk.
+    The grid is stitched from its tiles, cropped to the image and, above the limit, shrunk. Without
+    a newline vector it stays as it was stitched.
 
     Args:
         features: `(1 + tiles, N, D)`, the base tile first.
-        newline: `(D,)`.
+        newline: `(D,)`, or `None`.
         grid: tiles per row and per column.
         size: `(width, height)` of the image.
         max_tiles: N of `anyres_max_N`; `None` never shrinks.
@@ -88,6 +91,10 @@ def anyres_tokens(
         h=side,
         w=side,
     )
+    if newline is None:
+        height, width = stitched.shape[1:]
+        tokens = torch.cat([base, rearrange(stitched, "d h w -> (h w) d")])
+        return tokens, ((0, side, side, False), (len(base), height, width, False))
     rows, columns = unpadded_box(stitched.shape[1], stitched.shape[2], size)
     stitched = stitched[:, rows, columns]
     height, width = stitched.shape[1:]
@@ -105,7 +112,7 @@ def anyres_tokens(
 
 
 def pool_frames(features: Tensor, mode: str) -> Tensor:
-    """Frames `(F, N, D)` with both sides halved: `(F, h, w, D)`.
+    """Frames or views `(F, N, D)` with both sides halved: `(F, h, w, D)`.
 
     Args:
         features: projected patches of each frame.
@@ -125,24 +132,31 @@ def pool_frames(features: Tensor, mode: str) -> Tensor:
         pooled = functional.max_pool2d(maps, 2)
     else:
         raise CheckpointError(
-            f"mm_spatial_pool_mode {mode!r} is unknown; use bilinear, average or max."
+            f"mm_spatial_pool_mode {mode!r} is unknown; use one of {', '.join(POOL_MODES)}."
         )
     return rearrange(pooled, "f d h w -> f h w d")
 
 
-def video_tokens(frames: Tensor, newline: Tensor, position: str) -> tuple[Tensor, Sections]:
+def video_tokens(frames: Tensor, newline: Tensor | None, position: str) -> tuple[Tensor, Sections]:
     """Frames `(F, h, w, D)` as one sequence.
 
     Args:
         frames: from `pool_frames`.
-        newline: `(D,)`.
+        newline: `(D,)`; `None` goes with `"no_token"` only.
         position: `"grid"`: a newline after every row; `"frame"`: after every frame; `"one_token"`:
             one at the end; `"no_token"`: none.
 
     Raises:
-        CheckpointError: another position.
+        CheckpointError: another position, or a newline that the model does not have.
     """
     num_frames, height, width, channels = frames.shape
+    if newline is None:
+        if position != "no_token":
+            raise CheckpointError(
+                f"mm_newline_position {position!r} needs a newline vector, and the model has none; "
+                "use 'no_token'."
+            )
+        newline = frames.new_empty(channels)
     newline = newline.to(frames.dtype)
     if position == "grid":
         lines = newline.expand(num_frames, height, 1, channels)

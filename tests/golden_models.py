@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dlm_decode.models.anyres import pad_to_square, pixels_of
 from dlm_decode.models.configuration import LLaDAConfig, LlavaLLaDAConfig
 from dlm_decode.models.key_names import renamed
+from dlm_decode.models.lavida import LavidaLLaDAConfig, LavidaLLaDAModelLM
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.models.llava_llada import LlavaLLaDAModelLM
 from dlm_decode.models.processing import VlmProcessor
@@ -95,6 +96,55 @@ def realvocab() -> LlavaLLaDAModelLM:
     state["model.embed_tokens.weight"], state["lm_head.weight"] = tables["embed"], tables["lm_head"]
     _fill(model, state)
     return model
+
+
+def lavida_raw() -> dict[str, Any]:
+    """The tiny LaViDa's config.json, completed by the tower that the original has hard-coded."""
+    raw = read_json("lavida", "llada", "config.json")
+    tower = raw.pop("vision_config_for_this_tiny_model")
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "image_size", "patch_size")
+    layers = {"num_hidden_layers": tower["num_hidden_layers_of_source_tower"]}
+    return {**raw, "vision_config": {**{name: tower[name] for name in names}, **layers}}
+
+
+def lavida(**changes: Any) -> LavidaLLaDAModelLM:
+    raw = {**lavida_raw(), **changes, "model_type": "lavida_llada"}
+    model = LavidaLLaDAModelLM(LavidaLLaDAConfig.from_dict(raw))
+    _fill(model, load_file(GOLDEN / "lavida" / "llada" / "model.safetensors"))
+    return model
+
+
+@cache
+def lavida_tensors() -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / "lavida" / "llada" / "tensors.safetensors")
+
+
+def lavida_prompt(model, name: str) -> dict:
+    """Ids, and pixels made by our own preprocessing.
+
+    Names are `"text"`, `"one_image"`, `"image_1"`, `"single_view"`, `"two_images"` (padded) and
+    `"two_images_stacked"` (the same as one tensor).
+    """
+    stored = lavida_tensors()
+    if name == "text":
+        return {"input_ids": stored["input_ids_text_only"][0]}
+    paths = [GOLDEN / "lavida" / f"image_{index}.png" for index in range(2)]
+    images = [Image.open(path).convert("RGB") for path in paths]
+    processor = VlmProcessor(None, model.config)
+    if name.startswith("two_images"):
+        ids = stored["input_ids_two_images"][0]
+        pixels = [processor.image_pixels(image, num_images=2) for image in images]
+    else:
+        ids = stored["input_ids_one_image"][0]
+        images = images[1:] if name == "image_1" else images[:1]
+        pixels = [processor.image_pixels(images[0])]
+    if name == "single_view":
+        pixels = [pixels[0][0]]
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.stack(pixels) if name == "two_images_stacked" else pixels,
+        "image_sizes": [image.size for image in images],
+    }
 
 
 def fastdllm() -> LLaDAModelLM:

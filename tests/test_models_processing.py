@@ -119,8 +119,8 @@ def test_modes_of_pixels(processor):
     padded = VlmProcessor(processor.tokenizer, tiny56_config(image_aspect_ratio="pad"))
     grey = padded.image_pixels(picture(112, 56))
     assert torch.allclose(grey[:, 0, 0], torch.full((3,), 127 / 127.5 - 1))
-    unknown = VlmProcessor(processor.tokenizer, tiny56_config(image_aspect_ratio="square"))
-    with pytest.raises(CheckpointError, match="image_aspect_ratio 'square'"):
+    unknown = VlmProcessor(processor.tokenizer, tiny56_config(image_aspect_ratio="tall"))
+    with pytest.raises(CheckpointError, match="image_aspect_ratio 'tall'"):
         unknown.image_pixels(picture())
 
 
