@@ -128,6 +128,11 @@ def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gen-length", type=int, help="canvas length in tokens")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--block-length", type=int)
+    parser.add_argument(
+        "--schedule", help="positions per step, as in shift:shift=0.25 (default: uniform)"
+    )
+    parser.add_argument("--steps-per-block", type=int, help="instead of --steps")
+    parser.add_argument("--step-ratio", type=float, help="steps per token, instead of --steps")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--cfg-scale", type=float, help="classifier-free guidance")
     parser.add_argument("--seed", type=int)
@@ -152,6 +157,9 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "gen_length",
         "steps",
         "block_length",
+        "schedule",
+        "steps_per_block",
+        "step_ratio",
         "temperature",
         "cfg_scale",
         "seed",
@@ -237,7 +245,10 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _add_list(commands: Any) -> None:
     parser = _command(commands, "list", "Names of what is installed.", _list)
     parser.add_argument(
-        "what", nargs="?", choices=("models", "samplers", "caches", "stages"), help="only these"
+        "what",
+        nargs="?",
+        choices=("models", "samplers", "schedules", "caches", "stages"),
+        help="only these",
     )
     parser.add_argument("--json", action="store_true")
 
@@ -245,7 +256,7 @@ def _add_list(commands: Any) -> None:
 def _list(arguments: argparse.Namespace) -> int:
     import dlm_decode
     from dlm_decode import cache as caches
-    from dlm_decode import models, samplers, stages
+    from dlm_decode import models, quota, samplers, stages
 
     listing = {
         "models": {"shipped": dlm_decode.shipped_models(), "types": models.names()},
@@ -253,6 +264,7 @@ def _list(arguments: argparse.Namespace) -> int:
             **{name: _first_line(samplers.get(name)) for name in samplers.names()},
             **{name: f"= {spec}" for name, spec in samplers.aliases().items()},
         },
+        "schedules": {name: _first_line(quota.get(name)) for name in quota.names()},
         "caches": {name: _first_line(caches.get(name)) for name in caches.names()},
         "stages": {name: _first_line(stages.get(name)) for name in stages.names()},
     }

@@ -16,9 +16,10 @@ from dlm_decode.canvas import Canvas
 from dlm_decode.confidence import select_top
 from dlm_decode.errors import DlmError, NumericalError
 from dlm_decode.predictor import Predictor, View
+from dlm_decode.quota import QuotaSchedule
 from dlm_decode.record import StepRecord
 from dlm_decode.samplers.base import Sampler, Step, StepContext
-from dlm_decode.schedule import BlockSchedule, uniform_quota
+from dlm_decode.schedule import BlockSchedule
 from dlm_decode.settings import Quirks, Settings
 from dlm_decode.stops import update_stop_position
 
@@ -58,7 +59,7 @@ def decode(
     """
     canvas, quirks = predictor.canvas, settings.quirks
     mask_id = predictor.model.special_ids.mask
-    progress = _Progress.create(settings.schedule, canvas, quirks)
+    progress = _Progress.create(settings, canvas)
     state = sampler.start(predictor)
     broken = torch.zeros((), dtype=torch.bool, device=canvas.tokens.device)
     update_stop_position(canvas, stops, quirks.stop_rule)
@@ -66,9 +67,8 @@ def decode(
     began = time.perf_counter()
     while True:
         eligible = progress.advance(canvas)
-        is_active, has_nan, is_broken = torch.stack(
-            [eligible.any(), predictor.has_nan, broken]
-        ).tolist()
+        flags = torch.stack([eligible.any(), predictor.has_nan, broken]).long()
+        is_active, has_nan, is_broken, *places = torch.cat([flags, *progress.places]).tolist()
         if has_nan:
             raise NumericalError(
                 f"the model returned NaN at step {step_index - 1}; "
@@ -85,7 +85,7 @@ def decode(
             tokens=canvas.tokens,
             is_open=canvas.is_open,
             eligible=eligible,
-            quota=progress.quota(),
+            quota=progress.quota(places),
             block=progress.block,
             step_in_block=progress.step,
             step=step_index,
@@ -144,11 +144,15 @@ class _Progress:
     starts: Tensor  # (blocks,)
     ends: Tensor  # (blocks,)
     steps: Tensor  # (blocks,)
+    quotas: QuotaSchedule
+    counts: dict[tuple[int, int], tuple[int, ...]]  # by open positions and steps of a block
     membership: Tensor  # (T, blocks)
+    schedule: BlockSchedule
     quirks: Quirks
 
     @classmethod
-    def create(cls, schedule: BlockSchedule, canvas: Canvas, quirks: Quirks) -> _Progress:
+    def create(cls, settings: Settings, canvas: Canvas) -> _Progress:
+        schedule = settings.blocks
         device, num_rows = canvas.tokens.device, canvas.tokens.shape[0]
         starts, ends = torch.tensor(schedule.bounds, device=device).T
         positions = torch.arange(schedule.gen_length, device=device)[:, None]
@@ -160,8 +164,11 @@ class _Progress:
             starts=starts + canvas.lead,
             ends=ends + canvas.lead,
             steps=torch.tensor(schedule.steps_per_block, device=device),
+            quotas=settings.quotas,
+            counts={},
             membership=((positions >= starts) & (positions < ends)).float(),
-            quirks=quirks,
+            schedule=schedule,
+            quirks=settings.quirks,
         )
 
     def advance(self, canvas: Canvas) -> Tensor:
@@ -203,5 +210,23 @@ class _Progress:
         is_running = has_block & ~is_waiting & ~(is_stopped & (stop <= self.starts[block]))
         return canvas.is_open & (columns < limit[:, None]) & is_running[:, None]
 
-    def quota(self) -> Tensor:
-        return uniform_quota(self.num_open, self.steps[self.block.clamp_min(0)], self.step)
+    @property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `quota` needs to know on the host."""
+        return self.block, self.step, self.num_open
+
+    def quota(self, places: Sequence[int]) -> Tensor:
+        """`(B,)` positions that the schedule commits now; 0 once a block's steps are over."""
+        num_rows = len(self.block)
+        rows = zip(places[:num_rows], places[num_rows:-num_rows], places[-num_rows:], strict=True)
+        quota = [self._quota_of_row(block, step, num_open) for block, step, num_open in rows]
+        return torch.tensor(quota, device=self.block.device)
+
+    def _quota_of_row(self, block: int, step: int, num_open: int) -> int:
+        if block < 0:
+            return 0
+        steps = self.schedule.steps_per_block[block]
+        if (num_open, steps) not in self.counts:
+            self.counts[num_open, steps] = self.quotas.counts(num_open, steps)
+        counts = self.counts[num_open, steps]
+        return counts[step] if step < len(counts) else 0

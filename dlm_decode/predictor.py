@@ -376,7 +376,7 @@ class Predictor:
             return None
         if view not in self._caches:
             lead = self.canvas.lead
-            bounds = [(first + lead, last + lead) for first, last in self.settings.schedule.bounds]
+            bounds = [(first + lead, last + lead) for first, last in self.settings.blocks.bounds]
             num_rows = len(self._prompts)
             passes = 2 if self.settings.cfg_scale > 0 else 1
             self._caches[view] = _ViewCache(self._policy, bounds, num_rows, passes)

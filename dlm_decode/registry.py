@@ -28,7 +28,8 @@ class Registry(Generic[T]):
 
     Args:
         kind: the word used in messages, for example `"sampler"`.
-        package: import name of the package whose modules register the built-ins.
+        package: import name of the package whose modules register the built-ins, or of the one
+            module that does.
         group: entry-point group for third parties.
     """
 
@@ -82,7 +83,7 @@ class Registry(Generic[T]):
 
     def _load_all(self) -> None:
         package = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(package.__path__):
+        for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
             importlib.import_module(f"{self.package}.{module.name}")
         for entry in entry_points(group=self.group):
             if entry.name not in self._classes:

@@ -1,16 +1,13 @@
-"""Which part of the canvas a step may fill, and how many positions it must fill."""
+"""The blocks of the canvas, and the steps of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from dlm_decode.errors import InvalidInputError
 
-__all__ = ["BlockSchedule", "uniform_quota"]
+__all__ = ["BlockSchedule"]
 
 
 @dataclass(frozen=True)
@@ -93,22 +90,3 @@ class BlockSchedule:
             num_open = end - start if is_open is None else sum(is_open[start:end])
             total += min(steps, num_open)
         return total
-
-
-def uniform_quota(num_open: Tensor, steps: Tensor, step: Tensor) -> Tensor:
-    """Positions to commit in one step of a block.
-
-    Shares are as even as whole numbers allow, larger shares first.
-
-    Args:
-        num_open: `(B,)` open positions when the row entered its block.
-        steps: `(B,)` steps of that block.
-        step: `(B,)` steps already taken in it.
-
-    Returns:
-        `(B,)` counts; 0 once `step` is past `steps`.
-
-    Source: LLaDA (arXiv 2502.09992), `get_num_transfer_tokens` of the published sampler.
-    """
-    share = num_open // steps + (step < num_open % steps).to(num_open.dtype)
-    return torch.where(step < steps, share, torch.zeros_like(share))

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dlm_decode import quota
 from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.quota import DEFAULT_SCHEDULE, QuotaSchedule
 from dlm_decode.schedule import BlockSchedule
 
 __all__ = ["DEFAULT_QUIRKS", "OFFICIAL_QUIRKS", "PRESETS", "Quirks", "Settings", "resolve_settings"]
@@ -22,8 +24,10 @@ class Settings:
 
     Attributes:
         gen_length: T, canvas length in tokens.
-        steps: steps over all blocks; the quota per step follows from it.
+        steps: steps over all blocks.
         block_length: positions per block.
+        schedule: how a block's positions are shared out among its steps: name, spec or instance of
+            a `QuotaSchedule`.
         temperature: 0 is greedy; above 0 tokens are sampled from softmax(logits / temperature).
         cfg_scale: classifier-free guidance: logits = u + (cfg_scale + 1)(c - u), u from a view with
             the prompt masked.
@@ -37,6 +41,7 @@ class Settings:
     gen_length: int = DEFAULT_GEN_LENGTH
     steps: int = DEFAULT_GEN_LENGTH
     block_length: int = DEFAULT_GEN_LENGTH
+    schedule: QuotaSchedule | str = DEFAULT_SCHEDULE
     temperature: float = 0.0
     cfg_scale: float = 0.0
     seed: int | tuple[int, ...] = 0
@@ -61,14 +66,19 @@ class Settings:
             raise InvalidInputError(
                 f"seed must be whole numbers from 0 to 2**63 - 1, got {self.seed!r}."
             )
-        _ = self.schedule
+        _ = self.blocks, self.quotas
 
     @property
-    def schedule(self) -> BlockSchedule:
+    def blocks(self) -> BlockSchedule:
         """Blocks and steps per block."""
         return BlockSchedule(
             self.gen_length, self.steps, self.block_length, is_strict=self.preset == "official"
         )
+
+    @property
+    def quotas(self) -> QuotaSchedule:
+        """Positions per step."""
+        return quota.make(self.schedule)
 
     @property
     def quirks(self) -> Quirks:
@@ -126,6 +136,8 @@ PRESETS: dict[str, Quirks] = {
 }
 """By name, what a preset changes. "official" is the program of LLaDA and LLaDA-V."""
 
+_STEPS = ("steps", "steps_per_block", "step_ratio")
+
 
 def resolve_settings(given: Mapping[str, Any], model_defaults: Mapping[str, Any]) -> Settings:
     """Settings from a call's arguments, then the model folder's, then `Settings`' own defaults.
@@ -134,26 +146,61 @@ def resolve_settings(given: Mapping[str, Any], model_defaults: Mapping[str, Any]
     somebody does: `steps` and `block_length` default to `gen_length`, and a model's defaults for
     them hold only together with the model's `gen_length`.
 
+    Besides the fields of `Settings`, `steps` may be given in two other ways: `steps_per_block`, of
+    which a block takes no more than it has positions, and `step_ratio`, steps per position of a
+    block, rounded down.
+
     Args:
         given: arguments of the call, `None` for those left out.
         model_defaults: the model folder's generation defaults; keys that `Settings` lacks are
             ignored.
 
     Raises:
-        InvalidInputError: values that cannot work.
+        InvalidInputError: values that cannot work, or steps given in two ways.
     """
-    names = {field.name for field in dataclasses.fields(Settings)}
+    names = {field.name for field in dataclasses.fields(Settings)} | set(_STEPS)
     chosen = {key: value for key, value in given.items() if value is not None}
     defaults = {
         key: value for key, value in model_defaults.items() if key in names and value is not None
     }
+    if any(key in chosen for key in _STEPS):
+        for key in _STEPS:
+            defaults.pop(key, None)
     if "gen_length" in chosen and chosen["gen_length"] != defaults.get("gen_length"):
         for key in ("steps", "block_length"):
             defaults.pop(key, None)
     merged = {**defaults, **chosen}
     gen_length = merged.setdefault("gen_length", DEFAULT_GEN_LENGTH)
-    merged.setdefault("steps", gen_length)
     merged.setdefault("block_length", gen_length)
+    merged = _with_steps(merged)
     if isinstance(merged.get("seed"), list):
         merged["seed"] = tuple(merged["seed"])
     return Settings(**merged)
+
+
+def _with_steps(merged: dict[str, Any]) -> dict[str, Any]:
+    """Replaces the ways to give steps by `steps`."""
+    named = {key: merged[key] for key in _STEPS if key in merged}
+    rest = {key: value for key, value in merged.items() if key not in _STEPS}
+    if len(named) > 1:
+        given = " and ".join(f"{key} {value!r}" for key, value in named.items())
+        raise InvalidInputError(f"{given} exclude each other; give one of them.")
+    if not named or "steps" in named:
+        return {**rest, "steps": named.get("steps", rest["gen_length"])}
+    lengths = BlockSchedule(rest["gen_length"], rest["gen_length"], rest["block_length"])
+    length = lengths.block_length
+    per_block, ratio = named.get("steps_per_block"), named.get("step_ratio")
+    if ratio is not None:
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+            raise InvalidInputError(f"step_ratio must be above 0 and at most 1, got {ratio!r}.")
+        per_block = int(length * ratio)
+        if per_block < 1:
+            raise InvalidInputError(
+                f"step_ratio {ratio!r} of a block of {length} positions is no step at all; use at "
+                f"least {1 / length:.4g}."
+            )
+    if isinstance(per_block, bool) or not isinstance(per_block, int) or per_block < 1:
+        raise InvalidInputError(
+            f"steps_per_block must be a whole number of at least 1, got {per_block!r}."
+        )
+    return {**rest, "steps": min(per_block, length) * lengths.num_blocks}

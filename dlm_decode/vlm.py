@@ -22,6 +22,7 @@ from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.given import GivenIds, start_canvas
 from dlm_decode.inputs import RowInput, encode_row, rows_from_embeds, rows_from_ids, rows_from_text
 from dlm_decode.predictor import FULL, TEXT_ONLY, TEXT_ONLY_ORIGINAL, Predictor, View
+from dlm_decode.quota import QuotaSchedule
 from dlm_decode.record import StepRecord, Trajectory
 from dlm_decode.registry import describe
 from dlm_decode.samplers.base import Sampler
@@ -109,6 +110,9 @@ class DiffusionVlm:
         gen_length: int | None = None,
         steps: int | None = None,
         block_length: int | None = None,
+        schedule: QuotaSchedule | str | None = None,
+        steps_per_block: int | None = None,
+        step_ratio: float | None = None,
         temperature: float | None = None,
         cfg_scale: float | None = None,
         seed: int | Sequence[int] | None = None,
@@ -145,6 +149,10 @@ class DiffusionVlm:
             gen_length: canvas length in tokens.
             steps: steps over all blocks; default `gen_length`, one token per step.
             block_length: positions per block; default `gen_length`, one block.
+            schedule: how a block's positions are shared out among its steps, as a name
+                (`dlm_decode.quota.names()`), a spec (`"shift:shift=0.25"`) or an instance.
+            steps_per_block: instead of `steps`; a block takes no more than it has positions.
+            step_ratio: instead of `steps`: steps per position of a block, rounded down.
             temperature: 0 is greedy.
             cfg_scale: classifier-free guidance; 0 is off.
             seed: one number (every row uses it), or one per row.
@@ -195,6 +203,9 @@ class DiffusionVlm:
                 else gen_length,
                 "steps": steps,
                 "block_length": block_length,
+                "schedule": schedule,
+                "steps_per_block": steps_per_block,
+                "step_ratio": step_ratio,
                 "temperature": temperature,
                 "cfg_scale": cfg_scale,
                 "seed": tuple(seed) if isinstance(seed, (list, tuple)) else seed,
@@ -415,7 +426,7 @@ class DiffusionVlm:
 
         Neither a stage nor an early stop is assumed.
         """
-        count = settings.schedule.num_steps(is_open) * (2 if settings.cfg_scale > 0 else 1)
+        count = settings.blocks.num_steps(is_open) * (2 if settings.cfg_scale > 0 else 1)
         length = prompt.length + settings.gen_length + num_suffix
         return count * forward_flops(self.geometry, length, length), count
 
@@ -445,6 +456,7 @@ class DiffusionVlm:
         except PackageNotFoundError:
             own_version = "uninstalled"
         fields = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+        fields["schedule"] = describe(settings.quotas)
         return {
             "type": "run",
             "version": own_version,

@@ -55,7 +55,7 @@ class Variant:
             UnknownNameError: an unknown sampler, stage or option.
             InvalidInputError: a malformed text.
         """
-        from dlm_decode import cache, samplers, vision
+        from dlm_decode import cache, quota, samplers, vision
 
         alias = max((n for n in samplers.aliases() if text.startswith(n)), key=len, default="")
         methods, _, tail = text[len(alias) :].partition("@")
@@ -65,8 +65,8 @@ class Variant:
             "sampler": samplers.make(sampler),
             "stages": [vision.make(stage) for stage in stages],
         }
-        allowed = ("steps", "gen_length", "block_length", "temperature", "seed", "cfg_scale")
-        allowed = (*allowed, "cache")
+        lengths = ("steps", "steps_per_block", "step_ratio", "gen_length", "block_length")
+        allowed = (*lengths, "schedule", "temperature", "seed", "cfg_scale", "cache")
         for part in filter(None, tail.split(",")):
             key, equals, value = part.partition("=")
             if key.strip() not in allowed or not equals:
@@ -77,6 +77,9 @@ class Variant:
             if key.strip() == "cache":
                 spec = value.replace(";", ",")
                 options["cache"] = spec if spec == "none" else cache.make(spec)
+                continue
+            if key.strip() == "schedule":
+                options["schedule"] = quota.make(value.replace(";", ","))
                 continue
             try:
                 options[key.strip()] = json.loads(value)

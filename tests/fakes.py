@@ -100,7 +100,7 @@ def run(
     baseline_flops = []
     for row, length in enumerate(prompt_lengths):
         total = length + settings.gen_length
-        steps = settings.schedule.num_steps((tokens[row] == MASK).tolist())
+        steps = settings.blocks.num_steps((tokens[row] == MASK).tolist())
         baseline_flops.append(steps * forward_flops(model.geometry, total, total))
     seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
     predictor = Predictor(

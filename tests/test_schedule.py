@@ -1,8 +1,7 @@
 import pytest
-import torch
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.schedule import BlockSchedule, uniform_quota
+from dlm_decode.schedule import BlockSchedule
 from dlm_decode.settings import Settings, resolve_settings
 
 
@@ -45,17 +44,6 @@ def test_strict_rejects_remainders(triple):
     BlockSchedule(*triple)
 
 
-@pytest.mark.parametrize(("num_open", "steps"), [(8, 8), (8, 3), (7, 4), (3, 8), (1, 1), (0, 2)])
-def test_quota_covers_everything_once(num_open, steps):
-    counts = [
-        int(uniform_quota(torch.tensor([num_open]), torch.tensor([steps]), torch.tensor([i]))[0])
-        for i in range(steps + 2)
-    ]
-    assert sum(counts) == num_open
-    assert counts == sorted(counts, reverse=True)
-    assert max(counts) - min(counts[:steps]) <= 1
-
-
 def test_num_steps_counts_only_steps_that_commit():
     assert BlockSchedule(16, 32, 8).num_steps() == 16
     assert BlockSchedule(16, 8, 8).num_steps() == 8
@@ -76,3 +64,37 @@ def test_lengths_follow_the_ones_that_are_named():
 def test_settings_reject(bad):
     with pytest.raises(InvalidInputError):
         Settings(**bad)
+
+
+def test_three_ways_to_give_steps():
+    lengths = {"gen_length": 32, "block_length": 16}
+    for given, steps in (
+        ({"step_ratio": 0.5}, 16),
+        ({"step_ratio": 0.4}, 12),  # 16 * 0.4 is rounded down
+        ({"step_ratio": 1}, 32),
+        ({"steps_per_block": 5}, 10),
+        ({"steps_per_block": 99}, 32),
+        ({}, 32),
+    ):
+        assert resolve_settings({**lengths, **given}, {}).steps == steps
+    assert resolve_settings({"step_ratio": 0.5}, {"gen_length": 20, "block_length": 8}).steps == 12
+    assert resolve_settings({"step_ratio": 0.5}, {"gen_length": 8, "steps": 2}).steps == 4
+    assert resolve_settings({}, {"gen_length": 8, "step_ratio": 0.5}).steps == 4
+    assert resolve_settings({"steps": 3}, {"gen_length": 8, "step_ratio": 0.5}).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 4, "step_ratio": 0.5}, "steps 4 and step_ratio 0.5 exclude each other"),
+        ({"steps_per_block": 4, "step_ratio": 0.5}, "exclude each other"),
+        ({"step_ratio": 0.01}, r"is no step at all; use at least 0.03125"),
+        ({"step_ratio": 1.5}, "above 0 and at most 1"),
+        ({"step_ratio": "half"}, "above 0 and at most 1"),
+        ({"steps_per_block": 0}, "steps_per_block must be"),
+        ({"schedule": "shfit"}, "Did you mean 'shift'"),
+    ],
+)
+def test_steps_that_cannot_work(given, message):
+    with pytest.raises(InvalidInputError, match=message):
+        resolve_settings({"gen_length": 32, **given}, {})
