@@ -16,6 +16,7 @@ from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memo
 from dlm_decode.canvas import Canvas, Prompt
 from dlm_decode.confidence import PreviousLogProb, Proposal, propose
 from dlm_decode.cost import CostMeter, forward_flops
+from dlm_decode.errors import InvalidInputError
 from dlm_decode.settings import Settings
 
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ class Predictor:
             stage; what a cost budget is a share of.
         cache: policy that lets forwards reuse what earlier ones computed, one cache per view;
             `None` recomputes everything.
+
+    Raises:
+        InvalidInputError: a cache policy that the model's kind of logits excludes.
     """
 
     def __init__(
@@ -129,6 +133,11 @@ class Predictor:
         baseline_flops: Sequence[int] | None = None,
         cache: CachePolicy | None = None,
     ) -> None:
+        if model.shift_logits and not getattr(cache, "predicts_first_from_prompt", True):
+            raise InvalidInputError(
+                f"cache policy {getattr(cache, 'name', cache)!r} does not work with models whose "
+                "logits belong to the next token; use another, or cache=None."
+            )
         self.model = model
         self.canvas = canvas
         self.settings = settings
@@ -161,6 +170,8 @@ class Predictor:
         self._log_probs: dict[View, _ViewLogProb] = {}
         self._layouts: dict[View, _Layout] = {}
         self._forward_costs: dict[View, Tensor] = {}
+        # By row: positions of the last forward, and how many of them stand in front of the canvas.
+        self._drawn: dict[int, tuple[int, int]] = {}
         self.baseline_flops = baseline_flops
         self._noise_dtype = torch.float32 if self.device.type == "mps" else torch.float64
 
@@ -219,15 +230,16 @@ class Predictor:
         rows = asked[:, 0].unique_consecutive().tolist()
         cache = self._view_cache(view) if is_charged else None
         if cache is None:
-            feeds = dict.fromkeys(rows, FULL_FEED)
+            feeds = dict.fromkeys(rows, (FULL_FEED,))
         else:
             feeds = cache.plan(rows, blocks, self._layout(view).lengths)
-        self.meter.calls += 0 if not is_charged else len(set(feeds.values()))
+        self.meter.calls += sum(map(len, set(feeds.values()))) if is_charged else 0
         log_prob = self._view_log_prob(view, asked) if is_charged and "kl" in statistics else None
-        for feed in dict.fromkeys(feeds.values()):
-            own = [row for row in rows if feeds[row] == feed]
+        for group in dict.fromkeys(feeds.values()):
+            own = [row for row in rows if feeds[row] == group]
             places = asked[torch.isin(asked[:, 0], torch.tensor(own))]
-            self._run(view, own, feed, places, cache, log_prob, prediction, is_charged, samples)
+            for feed in group:
+                self._run(view, own, feed, places, cache, log_prob, prediction, is_charged, samples)
         if cache is not None:
             self.meter.kv_bytes = max(
                 self.meter.kv_bytes, sum(kept.num_bytes for kept in self._caches.values())
@@ -285,6 +297,7 @@ class Predictor:
         unconditional = None
         if self.settings.cfg_scale > 0:
             unconditional = hidden[index + len(rows), places]
+        self._note_drawn(rows, feed, batch)
         draws = is_charged and samples and self.settings.temperature > 0
         noise = self._noise(rows, counts, asked[:, 1]) if draws else None
         previous = None if log_prob is None else log_prob.at(asked)
@@ -302,7 +315,7 @@ class Predictor:
         lengths, tail = self.sequence_lengths(view), self.canvas.width + self.num_suffix
         work = [
             feed.work(
-                lengths[row] if feed.first is None else batch.num_fed,
+                lengths[row] if feed.is_whole else batch.num_fed,
                 lengths[row],
                 lengths[row] - tail,
             )
@@ -315,7 +328,7 @@ class Predictor:
                 feed.kind,
                 rows,
                 [queries for queries, _ in work],
-                [lengths[row] for row in rows],
+                [feed.num_keys(lengths[row], lengths[row] - tail) for row in rows],
                 counts,
                 [values for _, values in work],
             )
@@ -342,10 +355,10 @@ class Predictor:
         for row in positions.any(dim=1).nonzero()[:, 0].tolist():
             generator = self.generators[row]
             if is_full:
-                length = self.sequence_lengths(FULL)[row]
+                length, front = self._drawn.get(row) or self._whole(row)
                 numbers = torch.rand(length, generator=generator, device=self.device)
-                first = length - self.num_suffix - self.canvas.width
-                drawn[row] = numbers[first : first + self.canvas.width]
+                first, last = max(0, -front), min(self.canvas.width, length - front)
+                drawn[row, first:last] = numbers[first + front : last + front]
             else:
                 drawn[row] = torch.rand(positions.shape[1], generator=generator, device=self.device)
         return drawn
@@ -416,7 +429,7 @@ class Predictor:
             key_mask = None if key_mask is None else torch.cat([key_mask, key_mask])
 
         start, columns, total = torch.zeros(num_rows, dtype=torch.long), None, embeds.shape[1]
-        if feed.first is not None:
+        if not feed.is_whole:
             first, last = self._fed_columns(feed, prompt.shape[1], total)
             start += first
             columns = torch.arange(first, last, device=self.device).expand(len(embeds), -1)
@@ -433,9 +446,9 @@ class Predictor:
 
     def _fed_columns(self, feed: Feed, canvas_start: int, total: int) -> tuple[int, int]:
         """First sequence column that is fed, and the one behind the last."""
-        if feed.first is None:
-            raise AssertionError("the whole sequence is fed")
-        first = canvas_start + feed.first - int(self.model.shift_logits)
+        first = 0
+        if feed.first is not None:
+            first = canvas_start + feed.first - int(self.model.shift_logits)
         last = total if feed.last is None else canvas_start + feed.last
         return max(first, 0), min(last, total)
 
@@ -461,9 +474,9 @@ class Predictor:
                 yield self._uniform_numbers(row, len(part), size)
 
     def _noise_of_whole_row(self, row: int, columns: Tensor) -> Tensor:
-        """Draws for every position of the sequence, and keeps the asked columns."""
-        length = self.sequence_lengths(FULL)[row]
-        wanted = columns + (length - self.num_suffix - self.canvas.width)
+        """Draws for every position that was fed, and keeps the asked columns."""
+        length, front = self._drawn[row]
+        wanted = columns + front
         kept = []
         for start in range(0, length, _NOISE_CHUNK):
             part = self._uniform_numbers(
@@ -472,6 +485,17 @@ class Predictor:
             inside = wanted[(wanted >= start) & (wanted < start + _NOISE_CHUNK)] - start
             kept.append(part[inside.to(self.device)])
         return torch.cat(kept)
+
+    def _note_drawn(self, rows: Sequence[int], feed: Feed, batch: _Batch) -> None:
+        """Keeps what programs that draw for all of a forward's positions draw for."""
+        for row in rows:
+            self._drawn[row] = (
+                self._whole(row) if feed.first is None else (batch.num_fed, -feed.first)
+            )
+
+    def _whole(self, row: int) -> tuple[int, int]:
+        length = self.sequence_lengths(FULL)[row]
+        return length, length - self.num_suffix - self.canvas.width
 
     def _uniform_numbers(self, row: int, count: int, size: int) -> Tensor:
         return torch.rand(
@@ -561,8 +585,8 @@ class _ViewCache:
 
     def plan(
         self, rows: list[int], blocks: Tensor | None, prompt_lengths: Sequence[int]
-    ) -> dict[int, Feed]:
-        """Each row's feed, for a forward that then runs; no feed reaches into a row's padding."""
+    ) -> dict[int, tuple[Feed, ...]]:
+        """Each row's feeds, for forwards that then run; no feed reaches into a row's padding."""
         if blocks is None:
             raise AssertionError("a cache policy plans by blocks")
         feeds = {}
@@ -572,10 +596,13 @@ class _ViewCache:
                 self._block[row], self._in_block[row] = current[row], 0
             first, last = self._bounds[current[row]]
             clock = Clock(first, last, self._in_block[row], self._forwards[row])
-            feed = self._policy.plan(clock)
-            if feed.first is not None and feed.first < -prompt_lengths[row]:
-                feed = replace(feed, first=-prompt_lengths[row])
-            feeds[row] = feed
+            planned = self._policy.plan(clock)
+            feeds[row] = tuple(
+                replace(feed, first=-prompt_lengths[row])
+                if feed.first is not None and feed.first < -prompt_lengths[row]
+                else feed
+                for feed in (planned if isinstance(planned, tuple) else (planned,))
+            )
             self._in_block[row] += 1
             self._forwards[row] += 1
         return feeds

@@ -34,8 +34,8 @@ class Settings:
         seed: seed of each row's random generator: one number for every row, or one per row.
         eos_last: end-of-sequence ids may be predicted, but are committed only when nothing else is
             left to commit.
-        preset: `"official"` reproduces the model's own program with its quirks; `None` has them
-            fixed. The others of `PRESETS` come with samplers that reproduce a program.
+        preset: `"official"` and `"lavida"` reproduce a model's own program with its quirks; `None`
+            has them fixed. The others of `PRESETS` come with samplers that reproduce a program.
     """
 
     gen_length: int = DEFAULT_GEN_LENGTH
@@ -99,8 +99,8 @@ class Quirks:
         stop_rule: `"earliest"` honours every stop sequence; `"listed"` keeps the first match in
             list order, after which only the first listed sequence can move the stop.
         random_stream: `"rows"` draws noise for the asked positions only, so that a row is
-            independent of its batch; `"full"` draws for every position of the sequence, as the
-            official programs consume their generator.
+            independent of its batch; `"full"` draws for every position that a forward feeds, as
+            the official programs consume their generator.
         has_default_stops: the model's own stop ids apply when no stop is given.
         drops_token_after_image: the tokenizer helper loses the first token after each image
             placeholder.
@@ -127,14 +127,17 @@ OFFICIAL_QUIRKS = Quirks(
     has_default_stops=False,
     drops_token_after_image=True,
 )
+LAVIDA_QUIRKS = dataclasses.replace(OFFICIAL_QUIRKS, fills_prompt_masks=False, stop_rule="earliest")
 _FAST_DLLM = Quirks(has_default_stops=False, rows_share_blocks=True)
 PRESETS: dict[str, Quirks] = {
     "official": OFFICIAL_QUIRKS,
+    "lavida": LAVIDA_QUIRKS,
     "fast_dllm@2025-06": _FAST_DLLM,
     "fast_dllm@2026-04": _FAST_DLLM,
     "fast_dllm@2026-04/dual": dataclasses.replace(_FAST_DLLM, blocks_end_after_steps=True),
 }
-"""By name, what a preset changes. "official" is the program of LLaDA and LLaDA-V."""
+"""By name, what a preset changes. "official" is the program of LLaDA and LLaDA-V, and in `generate`
+that of the model at hand (`DiffusionModel.official_preset`)."""
 
 _STEPS = ("steps", "steps_per_block", "step_ratio")
 

@@ -210,9 +210,7 @@ class DiffusionVlm:
                 "cfg_scale": cfg_scale,
                 "seed": tuple(seed) if isinstance(seed, (list, tuple)) else seed,
                 "eos_last": eos_last,
-                "preset": _sampler_preset(chosen_sampler, chosen_cache)
-                if preset is None
-                else preset,
+                "preset": self._preset(preset, chosen_sampler, chosen_cache),
             },
             self.generation_defaults,
         )
@@ -387,6 +385,13 @@ class DiffusionVlm:
             self.name,
         )
 
+    def _preset(self, given: str | None, sampler: Sampler, cache: CachePolicy | None) -> str | None:
+        """The preset by its own name: what is given, else the sampler's."""
+        if given is not None:
+            return self.model.official_preset if given == "official" else given
+        chosen = getattr(sampler, "preset", None)
+        return None if chosen is None else chosen(cache)
+
     def _generators(self, settings: Settings, num_rows: int) -> list[torch.Generator]:
         seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
         if len(seeds) != num_rows:
@@ -536,11 +541,6 @@ class DiffusionVlm:
 def _cache_policy(cache: CachePolicy | str | None, sampler: Sampler) -> CachePolicy | None:
     chosen = getattr(sampler, "cache", None) if cache is None else cache
     return None if chosen in (None, "none") else caches.make(chosen)
-
-
-def _sampler_preset(sampler: Sampler, cache: CachePolicy | None) -> str | None:
-    chosen = getattr(sampler, "preset", None)
-    return None if chosen is None else chosen(cache)
 
 
 def _probes(probe: str | None) -> tuple[View, ...]:

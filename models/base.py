@@ -32,6 +32,9 @@ class DiffusionModel(PreTrainedModel):
     num_valid_tokens: int | None = None
     """Ids from here on are no tokens: they are never proposed and do not enter the softmax."""
 
+    official_preset = "official"
+    """Which of `PRESETS` the model's own program is."""
+
     lm_head: nn.Module
 
     @classmethod

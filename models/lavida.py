@@ -89,6 +89,7 @@ class LavidaLLaDAModelLM(LlavaLLaDAModelLM):
 
     config_class = LavidaLLaDAConfig
     config: LavidaLLaDAConfig
+    official_preset = "lavida"
 
     @classmethod
     def claims(cls, raw: Mapping[str, Any]) -> bool:

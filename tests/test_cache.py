@@ -118,15 +118,18 @@ def test_cached_forwards_are_cheaper_and_memory_is_reported(vlm, name):
     plain, cached = (vlm.generate(QUESTIONS[0], cache=policy, **ask) for policy in (None, name))
     assert plain.cost.kv_bytes == 0
     assert cached.cost.flops < plain.cost.flops
-    assert cached.cost.calls == plain.cost.calls == 12
+    assert cached.cost.calls == 12 + (name == "prefix_lm")
+    assert plain.cost.calls == 12
     length = cached.cost.prompt_lengths[0] + 12
     if name == "dllm":
         width = 2 * vlm.geometry.hidden_size * vlm.geometry.num_layers * 4
         expected = length * (kv_bytes_per_token(vlm.geometry, 4) + width)
     else:
-        expected = length * kv_bytes_per_token(vlm.geometry, 4)
+        kept = length - 12 if name == "prefix_lm" else length
+        expected = kept * kv_bytes_per_token(vlm.geometry, 4)
     assert cached.cost.kv_bytes == expected
-    assert {kind for _, kind in cached.cost.forwards} > {"full"}
+    first = {"prefill"} if name == "prefix_lm" else {"full"}
+    assert {kind for _, kind in cached.cost.forwards} > first
 
 
 def test_dual_costs_what_its_forwards_cost(vlm):
@@ -136,6 +139,52 @@ def test_dual_costs_what_its_forwards_cost(vlm):
     full, block = forward_flops(geometry, length, length), forward_flops(geometry, 4, length)
     assert out.cost.flops == 3 * full + 9 * block
     assert out.cost.forwards == {("FULL", "full"): 3, ("FULL", "block"): 9}
+
+
+def test_prefix_lm_reads_the_prompt_once(vlm):
+    ask = {"images": picture(), "cache": "prefix_lm", **LENGTHS}
+    out = vlm.generate(QUESTIONS[0], suffix="yes .", **ask)
+    prompt, canvas = out.cost.prompt_lengths[0], 14  # the suffix is fed with the canvas
+    geometry = vlm.geometry
+    prefill = forward_flops(geometry, prompt, prompt)
+    assert out.cost.flops == prefill + 12 * forward_flops(geometry, canvas, prompt + canvas)
+    assert out.cost.forwards == {("FULL", "prefill"): 1, ("FULL", "suffix"): 12}
+    assert out.cost.kv_bytes == prompt * kv_bytes_per_token(geometry, 4)
+    views = vlm.generate(QUESTIONS[0], sampler="lown:access=every,every=2,accept=k", **ask)
+    assert views.cost.forwards[("FULL", "prefill")] == 1
+    assert views.cost.forwards[("TEXT_ONLY", "prefill")] == 1
+
+
+def test_prefix_lm_is_a_mask(vlm):
+    """Prompt rows see the prompt, response rows everything: the same as one masked forward."""
+    from dlm_decode.cache.base import Fed
+    from dlm_decode.cache.prefix_lm import PrefixLm
+    from dlm_decode.models.llada import rotary
+
+    model, policy = vlm.model, PrefixLm()
+    torch.manual_seed(0)
+    embeds, num_prompt = torch.randn(2, 9, 32), 5
+    positions = torch.arange(9).expand(2, -1)
+    is_allowed = torch.ones(9, 9, dtype=torch.bool)
+    is_allowed[:num_prompt, num_prompt:] = False
+    with torch.no_grad():
+        hidden = embeds
+        cos_sin = rotary(positions, model.config.head_dim, model.config.rope_theta, embeds.dtype)
+        for layer in model.model.layers:
+            hidden = layer(hidden, cos_sin, is_allowed[None, None])
+        expected = model.model.norm(hidden)
+        cache, parts = policy.start(), []
+        for feed in policy.plan(Clock(0, 4, 0, 0)):
+            part = slice(0, num_prompt) if feed.last == 0 else slice(num_prompt, None)
+            memory = cache.memory(Fed(feed, torch.arange(2), 2, positions[:, part], num_prompt))
+            parts.append(model.hidden_states(embeds[:, part], positions[:, part], None, memory))
+    assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-5)
+
+
+def test_prefix_lm_refuses_shifted_logits(vlm, monkeypatch):
+    monkeypatch.setattr(type(vlm.model), "shift_logits", True)
+    with pytest.raises(InvalidInputError, match="'prefix_lm' does not work with models whose"):
+        vlm.generate(QUESTIONS[0], cache="prefix_lm", **LENGTHS)
 
 
 def test_every_view_has_its_own_cache(vlm):

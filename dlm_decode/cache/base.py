@@ -35,15 +35,21 @@ class Feed:
     """What a forward is given of a row's sequence; rows with equal feeds run together.
 
     Attributes:
-        kind: as costs and trajectories name it: `"full"`, `"suffix"`, `"block"`, `"window"`.
-        first: first canvas column that is fed; negative ones lie in the prompt; `None` for the
-            whole sequence.
+        kind: as costs and trajectories name it: `"full"`, `"suffix"`, `"block"`, `"window"`,
+            `"prefill"`.
+        first: first canvas column that is fed; negative ones lie in the prompt; `None` for
+            everything from the start of the sequence.
         last: canvas column behind the last that is fed; `None` for everything behind `first`.
     """
 
     kind: str
     first: int | None = None
     last: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole sequence is fed."""
+        return self.first is None and self.last is None
 
     def work(self, num_fed: int, length: int, num_prompt: int) -> tuple[int, int]:
         """Positions that every layer computes, and those of which it computes values only.
@@ -54,6 +60,10 @@ class Feed:
             num_prompt: how much of it stands in front of the canvas.
         """
         return num_fed, 0
+
+    def num_keys(self, length: int, num_prompt: int) -> int:
+        """Positions that each of the computed ones attends to; arguments as in `work`."""
+        return length
 
 
 FULL_FEED = Feed("full")
@@ -114,8 +124,8 @@ class CachePolicy(Protocol):
     for each view of each response.
     """
 
-    def plan(self, clock: Clock) -> Feed:
-        """What a row's next forward feeds."""
+    def plan(self, clock: Clock) -> Feed | tuple[Feed, ...]:
+        """What a row's next forward feeds; several feeds are forwards that run one by one."""
         ...
 
     def start(self) -> Cache:
