@@ -16,7 +16,6 @@ from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memo
 from dlm_decode.canvas import Canvas, Prompt
 from dlm_decode.confidence import PreviousLogProb, Proposal, propose
 from dlm_decode.cost import CostMeter, forward_flops
-from dlm_decode.errors import InvalidInputError
 from dlm_decode.settings import Settings
 
 if TYPE_CHECKING:
@@ -114,9 +113,6 @@ class Predictor:
             stage; what a cost budget is a share of.
         cache: policy that lets forwards reuse what earlier ones computed, one cache per view;
             `None` recomputes everything.
-
-    Raises:
-        InvalidInputError: a cache policy that the model's kind of logits excludes.
     """
 
     def __init__(
@@ -133,11 +129,6 @@ class Predictor:
         baseline_flops: Sequence[int] | None = None,
         cache: CachePolicy | None = None,
     ) -> None:
-        if model.shift_logits and not getattr(cache, "predicts_first_from_prompt", True):
-            raise InvalidInputError(
-                f"cache policy {getattr(cache, 'name', cache)!r} does not work with models whose "
-                "logits belong to the next token; use another, or cache=None."
-            )
         self.model = model
         self.canvas = canvas
         self.settings = settings
@@ -233,13 +224,15 @@ class Predictor:
             feeds = dict.fromkeys(rows, (FULL_FEED,))
         else:
             feeds = cache.plan(rows, blocks, self._layout(view).lengths)
-        self.meter.calls += sum(map(len, set(feeds.values()))) if is_charged else 0
         log_prob = self._view_log_prob(view, asked) if is_charged and "kl" in statistics else None
         for group in dict.fromkeys(feeds.values()):
             own = [row for row in rows if feeds[row] == group]
             places = asked[torch.isin(asked[:, 0], torch.tensor(own))]
             for feed in group:
-                self._run(view, own, feed, places, cache, log_prob, prediction, is_charged, samples)
+                if len(places):
+                    places = self._run(
+                        view, own, feed, places, cache, log_prob, prediction, is_charged, samples
+                    )
         if cache is not None:
             self.meter.kv_bytes = max(
                 self.meter.kv_bytes, sum(kept.num_bytes for kept in self._caches.values())
@@ -257,7 +250,7 @@ class Predictor:
         prediction: Prediction,
         is_charged: bool,
         samples: bool,
-    ) -> None:
+    ) -> Tensor:
         """One forward over rows with the same feed; writes what it says into `prediction`.
 
         Args:
@@ -271,6 +264,9 @@ class Predictor:
             prediction: written to.
             is_charged: as in `__call__`.
             samples: as in `__call__`.
+
+        Returns:
+            The places of `asked` that were not fed.
         """
         batch = self._batch(view, rows, feed, is_cached=cache is not None)
         local = torch.zeros(self.canvas.tokens.shape[0], dtype=torch.long)
@@ -280,7 +276,10 @@ class Predictor:
         places = (
             asked[:, 1] + batch.canvas_start - int(self.model.shift_logits) - batch.start[index]
         )
-        is_fed = (places >= 0) & (places < batch.num_fed)
+        has_front = feed.is_detached and self.model.shift_logits
+        places = places + int(has_front)
+        is_fed = (places >= 0) & (places < batch.num_fed + int(has_front))
+        unanswered = asked[~is_fed]
         asked, index, places = asked[is_fed], index[is_fed], places[is_fed]
         counts = torch.bincount(index, minlength=len(rows)).tolist()
         if is_charged:
@@ -290,8 +289,12 @@ class Predictor:
             hidden = self.model.hidden_states(*inputs)
         else:
             hidden = self.model.hidden_states(*inputs, cache.memory(feed, batch))
+            if feed.is_prompt:
+                cache.keep_last(batch, hidden)
+            elif has_front:
+                hidden = cache.with_last(batch, hidden)
         if not len(asked):
-            return
+            return unanswered
         index, places = index.to(self.device), places.to(self.device)
         picked = hidden[index, places]
         unconditional = None
@@ -307,11 +310,13 @@ class Predictor:
         for name in ("tokens", "top_tokens", "log_prob", *_statistics(prediction)):
             values = getattr(proposal, name)
             getattr(prediction, name).index_put_((asked[:, 0], asked[:, 1]), values)
+        return unanswered
 
     def _charge(
         self, view: View, rows: Sequence[int], counts: Sequence[int], feed: Feed, batch: _Batch
     ) -> None:
         """Books a forward of some rows, `counts` positions given to the head."""
+        self.meter.calls += 1
         lengths, tail = self.sequence_lengths(view), self.canvas.width + self.num_suffix
         work = [
             feed.work(
@@ -448,7 +453,8 @@ class Predictor:
         """First sequence column that is fed, and the one behind the last."""
         first = 0
         if feed.first is not None:
-            first = canvas_start + feed.first - int(self.model.shift_logits)
+            first = canvas_start + feed.first
+            first -= int(self.model.shift_logits and not feed.is_detached)
         last = total if feed.last is None else canvas_start + feed.last
         return max(first, 0), min(last, total)
 
@@ -577,6 +583,7 @@ class _ViewCache:
         self._policy, self._bounds = policy, bounds
         self._cache = policy.start()
         self._num_rows, self._passes = num_rows, passes
+        self._last: Tensor | None = None
         self._block, self._in_block, self._forwards = ([value] * num_rows for value in (-1, 0, 0))
 
     @property
@@ -607,12 +614,27 @@ class _ViewCache:
             self._forwards[row] += 1
         return feeds
 
+    def _twins(self, batch: _Batch) -> Tensor:
+        """Rows of the store: a batch's rows, and with guidance their twins."""
+        return torch.cat([batch.rows + part * self._num_rows for part in range(self._passes)])
+
+    def keep_last(self, batch: _Batch, hidden: Tensor) -> None:
+        """Keeps the last of the states `(R, n, D)`."""
+        if self._last is None:
+            self._last = hidden.new_zeros(self._num_rows * self._passes, hidden.shape[2])
+        self._last[self._twins(batch)] = hidden[:, -1]
+
+    def with_last(self, batch: _Batch, hidden: Tensor) -> Tensor:
+        """The states `(R, n, D)` behind the ones that were kept: `(R, 1 + n, D)`."""
+        if self._last is None:
+            raise AssertionError("a detached feed comes after a prompt by itself")
+        return torch.cat([self._last[self._twins(batch), None], hidden], dim=1)
+
     def memory(self, feed: Feed, batch: _Batch) -> Memory:
-        twins = [batch.rows + part * self._num_rows for part in range(self._passes)]
         return self._cache.memory(
             Fed(
                 feed=feed,
-                rows=torch.cat(twins),
+                rows=self._twins(batch),
                 num_rows=self._num_rows * self._passes,
                 columns=batch.columns,
                 num_prompt=batch.canvas_start,

@@ -113,6 +113,7 @@ class LLaDAConfig(PreTrainedConfig):
 
     model_type = "llada"
     has_no_defaults_at_init = True
+    has_qkv_bias = False
 
     if TYPE_CHECKING:  # as they are once `check` has passed
         vocab_size: int

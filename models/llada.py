@@ -75,9 +75,10 @@ class LLaDAAttention(nn.Module):
         self.is_causal = False
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         kv_width = config.num_key_value_heads * head_dim
-        self.q_proj = nn.Linear(width, width, bias=False)
-        self.k_proj = nn.Linear(width, kv_width, bias=False)
-        self.v_proj = nn.Linear(width, kv_width, bias=False)
+        has_bias = config.has_qkv_bias
+        self.q_proj = nn.Linear(width, width, bias=has_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=has_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=has_bias)
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def _heads(self, states: Tensor) -> Tensor:

@@ -190,11 +190,11 @@ class VlmProcessor:
             return self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        text = "<|startoftext|>"
-        for message in messages:
-            header = f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n"
-            text += f"{header}{message['content'].strip()}<|eot_id|>"
-        return text + "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        turns = [
+            rules.turn.format(role=message["role"], content=message["content"].strip())
+            for message in messages
+        ]
+        return rules.begin + "".join(turns) + rules.answer
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, nothing added."""

@@ -22,6 +22,9 @@ class PromptRules:
         grids: canvas sizes for tiles, as `grid_candidates` takes them.
         system: text of a system message that is put in front of a conversation without one.
         has_system_in_template: a chat template of the tokenizer brings the system message itself.
+        begin: what a prompt begins with where the tokenizer has no chat template.
+        turn: one message, with `{role}` and `{content}`.
+        answer: what the response follows on.
     """
 
     reads_media: bool = False
@@ -31,6 +34,9 @@ class PromptRules:
     grids: Sequence[Sequence[int]] | str | None = None
     system: str | None = None
     has_system_in_template: bool = True
+    begin: str = "<|startoftext|>"
+    turn: str = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"
+    answer: str = "<|start_header_id|>assistant<|end_header_id|>\n\n"
 
 
 def rules_of(config: Any) -> PromptRules:

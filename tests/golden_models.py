@@ -16,6 +16,7 @@ from dlm_decode.models.anyres import pad_to_square, pixels_of
 from dlm_decode.models.configuration import LLaDAConfig, LlavaLLaDAConfig
 from dlm_decode.models.key_names import renamed
 from dlm_decode.models.lavida import LavidaLLaDAConfig, LavidaLLaDAModelLM
+from dlm_decode.models.lavida_dream import LavidaDreamConfig, LavidaDreamModelLM
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.models.llava_llada import LlavaLLaDAModelLM
 from dlm_decode.models.processing import VlmProcessor
@@ -98,9 +99,9 @@ def realvocab() -> LlavaLLaDAModelLM:
     return model
 
 
-def lavida_raw() -> dict[str, Any]:
+def lavida_raw(language: str = "llada") -> dict[str, Any]:
     """The tiny LaViDa's config.json, completed by the tower that the original has hard-coded."""
-    raw = read_json("lavida", "llada", "config.json")
+    raw = read_json("lavida", language, "config.json")
     tower = raw.pop("vision_config_for_this_tiny_model")
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "image_size", "patch_size")
     layers = {"num_hidden_layers": tower["num_hidden_layers_of_source_tower"]}
@@ -114,9 +115,15 @@ def lavida(**changes: Any) -> LavidaLLaDAModelLM:
     return model
 
 
+def lavida_dream() -> LavidaDreamModelLM:
+    model = LavidaDreamModelLM(LavidaDreamConfig.from_dict(lavida_raw("dream")))
+    _fill(model, load_file(GOLDEN / "lavida" / "dream" / "model.safetensors"))
+    return model
+
+
 @cache
-def lavida_tensors() -> dict[str, torch.Tensor]:
-    return load_file(GOLDEN / "lavida" / "llada" / "tensors.safetensors")
+def lavida_tensors(language: str = "llada") -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / "lavida" / language / "tensors.safetensors")
 
 
 def lavida_prompt(model, name: str) -> dict:
@@ -125,7 +132,7 @@ def lavida_prompt(model, name: str) -> dict:
     Names are `"text"`, `"one_image"`, `"image_1"`, `"single_view"`, `"two_images"` (padded) and
     `"two_images_stacked"` (the same as one tensor).
     """
-    stored = lavida_tensors()
+    stored = lavida_tensors("dream" if model.shift_logits else "llada")
     if name == "text":
         return {"input_ids": stored["input_ids_text_only"][0]}
     paths = [GOLDEN / "lavida" / f"image_{index}.png" for index in range(2)]

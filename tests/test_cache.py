@@ -181,10 +181,17 @@ def test_prefix_lm_is_a_mask(vlm):
     assert torch.allclose(torch.cat(parts, dim=1), expected, atol=1e-5)
 
 
-def test_prefix_lm_refuses_shifted_logits(vlm, monkeypatch):
+@pytest.mark.parametrize("policy", sorted(caches.names()))
+@pytest.mark.parametrize("cfg_scale", [0.0, 0.5])
+def test_shifted_logits_with_every_cache(vlm, monkeypatch, policy, cfg_scale):
+    """Rows of a batch as alone; everything is committed, whatever stands for the first position."""
     monkeypatch.setattr(type(vlm.model), "shift_logits", True)
-    with pytest.raises(InvalidInputError, match="'prefix_lm' does not work with models whose"):
-        vlm.generate(QUESTIONS[0], cache="prefix_lm", **LENGTHS)
+    ask = {"cache": policy, "cfg_scale": cfg_scale, **LENGTHS}
+    both = vlm.generate(QUESTIONS, images=pictures(2), **ask)
+    assert vlm.model.special_ids.mask not in both.sequences
+    for row, question in enumerate(QUESTIONS):
+        alone = vlm.generate(question, images=pictures(2)[row], **ask)
+        assert alone.sequences[0].tolist() == both.sequences[row].tolist()
 
 
 def test_every_view_has_its_own_cache(vlm):

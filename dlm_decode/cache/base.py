@@ -40,11 +40,20 @@ class Feed:
         first: first canvas column that is fed; negative ones lie in the prompt; `None` for
             everything from the start of the sequence.
         last: canvas column behind the last that is fed; `None` for everything behind `first`.
+        is_detached: the position in front of `first` is not fed with it even if the model's logits
+            belong to the next token; what a forward over the prompt alone ended with speaks for
+            the first column then.
     """
 
     kind: str
     first: int | None = None
     last: int | None = None
+    is_detached: bool = False
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the prompt is fed and nothing else."""
+        return self.first is None and self.last == 0
 
     @property
     def is_whole(self) -> bool:

@@ -26,13 +26,11 @@ class PrefixLm:
 
     A response begins with one forward over its prompt; every other forward feeds the canvas, and a
     suffix, against what the prompt's left. It is another attention pattern and not an approximation
-    that a refresh could undo: tokens differ from those without it.
+    that a refresh could undo: tokens differ from those without it. Where logits belong to the next
+    token, the prompt's last state speaks for the first canvas position, whatever else is committed.
 
     Source: LaViDa (arXiv 2505.16839), prefix-DLM, at inference.
     """
-
-    predicts_first_from_prompt = False
-    """A model whose logits belong to the next token would need the prompt's last state for it."""
 
     def plan(self, clock: Clock) -> tuple[Feed, ...]:
         """The canvas; at first, the prompt before it."""
@@ -53,7 +51,7 @@ class _Prefill(Feed):
 
 
 _PREFILL = _Prefill("prefill", None, 0)
-_RESPONSE = Feed("suffix", 0)
+_RESPONSE = Feed("suffix", 0, is_detached=True)
 
 
 @dataclass
