@@ -134,6 +134,8 @@ def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps-per-block", type=int, help="instead of --steps")
     parser.add_argument("--step-ratio", type=float, help="steps per token, instead of --steps")
     parser.add_argument("--temperature", type=float)
+    parser.add_argument("--top-k", type=int, help="only so many likeliest tokens take part")
+    parser.add_argument("--top-p", type=float, help="only tokens up to this probability take part")
     parser.add_argument("--cfg-scale", type=float, help="classifier-free guidance")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--preset", help="official: the official program with its quirks")
@@ -161,6 +163,8 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "steps_per_block",
         "step_ratio",
         "temperature",
+        "top_k",
+        "top_p",
         "cfg_scale",
         "seed",
         "preset",

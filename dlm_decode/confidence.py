@@ -13,7 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["PreviousLogProb", "Proposal", "propose", "rank_descending", "select_top"]
+__all__ = [
+    "PreviousLogProb",
+    "Proposal",
+    "drop_unlikely",
+    "propose",
+    "rank_descending",
+    "select_top",
+]
 
 _VOCABULARY_SLICE = 16384
 _LARGEST_GAP = 80.0  # exp of more overflows float32
@@ -56,6 +63,28 @@ class PreviousLogProb:
 
     store: Tensor
     rows: Tensor
+
+
+def drop_unlikely(logits: Tensor, top_k: int | None, top_p: float | None, scale: float) -> None:
+    """Sets all but the likeliest entries to -inf, in place.
+
+    Args:
+        logits: `(N, V)`.
+        top_k: entries to keep, those that equal the last of them included; `None` for all.
+        top_p: keep entries until their probability exceeds this, at least one; `None` for all. It
+            is applied first.
+        scale: temperature of the probabilities that `top_p` counts.
+
+    Source: as Dream 7B (arXiv 2508.15487) samples, `top_p_logits` and `top_k_logits`.
+    """
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        before = (ordered.float() / scale).softmax(dim=-1).cumsum(dim=-1).roll(1, dims=-1)
+        before[:, 0] = 0
+        logits.masked_fill_((before > top_p).scatter(1, order, before > top_p), float("-inf"))
+    if top_k is not None and top_k < logits.shape[1]:
+        last = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits.masked_fill_(logits < last, float("-inf"))
 
 
 def propose(

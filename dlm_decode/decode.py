@@ -60,6 +60,8 @@ def decode(
     canvas, quirks = predictor.canvas, settings.quirks
     mask_id = predictor.model.special_ids.mask
     progress = _Progress.create(settings, canvas)
+    is_first = quirks.commits_first_from_prompt and predictor.knows_first
+    is_first = is_first and bool(canvas.is_open[:, canvas.lead].any())
     state = sampler.start(predictor)
     broken = torch.zeros((), dtype=torch.bool, device=canvas.tokens.device)
     update_stop_position(canvas, stops, quirks.stop_rule)
@@ -67,6 +69,9 @@ def decode(
     began = time.perf_counter()
     while True:
         eligible = progress.advance(canvas)
+        is_first = is_first and step_index == 0
+        if is_first:
+            eligible = eligible & _only(canvas.lead, canvas)
         flags = torch.stack([eligible.any(), predictor.has_nan, broken]).long()
         is_active, has_nan, is_broken, *places = torch.cat([flags, *progress.places]).tolist()
         if has_nan:
@@ -85,7 +90,7 @@ def decode(
             tokens=canvas.tokens,
             is_open=canvas.is_open,
             eligible=eligible,
-            quota=progress.quota(places),
+            quota=torch.ones_like(progress.block) if is_first else progress.quota(places),
             block=progress.block,
             step_in_block=progress.step,
             step=step_index,
@@ -105,6 +110,8 @@ def decode(
         canvas.tokens = torch.where(step.commit, step.tokens, canvas.tokens)
         canvas.is_open = canvas.is_open & ~(step.commit & (step.tokens != mask_id))
         progress.step = progress.step + 1
+        if is_first:  # it is no step of the schedule
+            progress = _Progress.create(settings, canvas)
         update_stop_position(canvas, stops, quirks.stop_rule)
         if on_step is not None:
             now = time.perf_counter()
@@ -113,6 +120,11 @@ def decode(
             )
             began = time.perf_counter()  # what `on_step` took is no part of the next step
         step_index += 1
+
+
+def _only(column: int, canvas: Canvas) -> Tensor:
+    """`(C,)` bool, true at one column."""
+    return torch.arange(canvas.width, device=canvas.tokens.device) == column
 
 
 def _at_least_one(step: Step, eligible: Tensor, quirks: Quirks) -> tuple[Step, Tensor]:
@@ -141,6 +153,7 @@ class _Progress:
     block: Tensor
     step: Tensor
     num_open: Tensor
+    num_left: Tensor
     starts: Tensor  # (blocks,)
     ends: Tensor  # (blocks,)
     steps: Tensor  # (blocks,)
@@ -161,6 +174,7 @@ class _Progress:
             block=zeros - 1,
             step=zeros,
             num_open=zeros,
+            num_left=zeros,
             starts=starts + canvas.lead,
             ends=ends + canvas.lead,
             steps=torch.tensor(schedule.steps_per_block, device=device),
@@ -192,6 +206,7 @@ class _Progress:
             lowest = torch.where(has_block, block, len(self.steps)).min()
             is_waiting = has_block & (block > lowest)
             block = torch.where(is_waiting, current, block)
+        self.num_left = open_per_block.gather(1, block[:, None])[:, 0]
         is_new = has_block & ~is_waiting & (block != self.block)
         self.num_open = torch.where(
             is_new, open_per_block.gather(1, block[:, None])[:, 0], self.num_open
@@ -211,21 +226,23 @@ class _Progress:
         return canvas.is_open & (columns < limit[:, None]) & is_running[:, None]
 
     @property
-    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+    def places(self) -> tuple[Tensor, ...]:
         """What `quota` needs to know on the host."""
-        return self.block, self.step, self.num_open
+        return self.block, self.step, self.num_open, self.num_left
 
     def quota(self, places: Sequence[int]) -> Tensor:
         """`(B,)` positions that the schedule commits now; 0 once a block's steps are over."""
         num_rows = len(self.block)
-        rows = zip(places[:num_rows], places[num_rows:-num_rows], places[-num_rows:], strict=True)
-        quota = [self._quota_of_row(block, step, num_open) for block, step, num_open in rows]
+        quota = [self._quota_of_row(*places[row::num_rows]) for row in range(num_rows)]
         return torch.tensor(quota, device=self.block.device)
 
-    def _quota_of_row(self, block: int, step: int, num_open: int) -> int:
+    def _quota_of_row(self, block: int, step: int, num_open: int, num_left: int) -> int:
         if block < 0:
             return 0
         steps = self.schedule.steps_per_block[block]
+        count_now = getattr(self.quotas, "count_now", None)
+        if count_now is not None:
+            return count_now(num_left, step, steps) if step < steps else 0
         if (num_open, steps) not in self.counts:
             self.counts[num_open, steps] = self.quotas.counts(num_open, steps)
         counts = self.counts[num_open, steps]

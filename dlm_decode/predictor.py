@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memory
 from dlm_decode.canvas import Canvas, Prompt
-from dlm_decode.confidence import PreviousLogProb, Proposal, propose
+from dlm_decode.confidence import PreviousLogProb, Proposal, drop_unlikely, propose
 from dlm_decode.cost import CostMeter, forward_flops
 from dlm_decode.settings import Settings
 
@@ -170,6 +170,11 @@ class Predictor:
     def padding_ids(self) -> tuple[int, ...]:
         """Ids that fill the canvas behind an answer."""
         return self.model.special_ids.padding
+
+    @property
+    def knows_first(self) -> bool:
+        """Whether the prompt alone speaks for the first canvas position."""
+        return self.model.shift_logits and getattr(self._policy, "reads_prompt_alone", False)
 
     @property
     def has_cache(self) -> bool:
@@ -534,6 +539,7 @@ class Predictor:
                 other = self.model.logits(unconditional[piece])[:, : self._num_candidates].float()
                 logits = other + (self.settings.cfg_scale + 1) * (logits.float() - other)
             logits.index_fill_(1, self._suppressed, float("-inf"))
+            self._drop_unlikely(logits, unproposable)
             parts.append(
                 propose(
                     logits,
@@ -555,6 +561,18 @@ class Predictor:
                 for name in ("tokens", "top_tokens", "log_prob", *statistics)
             }
         )
+
+    def _drop_unlikely(self, logits: Tensor, unproposable: int | None) -> None:
+        """Leaves the tokens that take part, and an id that cannot be proposed as it is."""
+        settings = self.settings
+        if settings.num_likeliest is None and settings.top_p is None:
+            return
+        withheld = None if unproposable is None else logits[:, unproposable].clone()
+        if unproposable is not None:
+            logits[:, unproposable] = float("-inf")
+        drop_unlikely(logits, settings.num_likeliest, settings.top_p, settings.temperature or 1.0)
+        if withheld is not None:
+            logits[:, unproposable] = withheld
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dlm_decode.registry import Registry
 __all__ = [
     "DEFAULT_SCHEDULE",
     "Cosine",
+    "Dream",
     "Linear",
     "LogitNormal",
     "QuotaSchedule",
@@ -37,7 +38,12 @@ DEFAULT_SCHEDULE = "uniform"
 
 @runtime_checkable
 class QuotaSchedule(Protocol):
-    """A frozen dataclass of knobs; register it with `@register_schedule("name")`."""
+    """A frozen dataclass of knobs; register it with `@register_schedule("name")`.
+
+    A schedule may also have a method `count_now(num_left, step, steps)`. It is then asked in every
+    step, with the positions that are open by then, and what `counts` says is only what it comes to
+    where every step commits what it is told to.
+    """
 
     def counts(self, num_open: int, steps: int) -> tuple[int, ...]:
         """Positions to commit in each step.
@@ -47,7 +53,8 @@ class QuotaSchedule(Protocol):
             steps: steps of the block, at least 1.
 
         Returns:
-            At most `steps` counts that add up to `num_open`, zeros only at the end.
+            At most `steps` counts that add up to `num_open`. A step of 0 commits one position all
+            the same, but for presets of programs that let a step pass.
         """
         ...
 
@@ -90,6 +97,50 @@ class Uniform:
         """See `QuotaSchedule`."""
         share, rest = divmod(num_open, steps)
         return tuple(share + (step < rest) for step in range(steps))
+
+
+@register_schedule("dream")
+@dataclass(frozen=True)
+class Dream:
+    """A share of what is still masked: 1 - s/t while time runs evenly from t = 1 to `eps`.
+
+    Shares are rounded down, so the first steps commit little and the last one what is left.
+
+    Args:
+        eps: end of the time, in (0, 1).
+        grid: steps that the time is divided into; as many as the block has, unless given. With
+            fewer steps than that, the last one commits a large rest.
+
+    Raises:
+        InvalidInputError: an end outside (0, 1), or a grid below 1.
+
+    Source: Dream 7B (arXiv 2508.15487), the published `diffusion_generate`. LaViDa's program keeps
+    the grid of `steps` when a `step_ratio` shortens the loop.
+    """
+
+    eps: float = 1e-3
+    grid: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.eps, float) or not 0 < self.eps < 1:
+            raise InvalidInputError(f"eps must be between 0 and 1, got {self.eps!r}.")
+        is_whole = isinstance(self.grid, int) and not isinstance(self.grid, bool)
+        if self.grid is not None and not (is_whole and self.grid >= 1):
+            raise InvalidInputError(f"grid must be a whole number, at least 1, got {self.grid!r}.")
+
+    def counts(self, num_open: int, steps: int) -> tuple[int, ...]:
+        """See `QuotaSchedule`; zeros may also stand in front."""
+        counts: list[int] = []
+        for step in range(steps):
+            counts.append(self.count_now(num_open - sum(counts), step, steps))
+        return tuple(counts)
+
+    def count_now(self, num_left: int, step: int, steps: int) -> int:
+        """Positions to commit in one step, of `num_left` that are open now."""
+        if step >= steps - 1:
+            return num_left
+        time = torch.linspace(1, self.eps, max(steps, self.grid or steps) + 1)
+        return int(num_left * (1 - time[step + 1] / time[step]))
 
 
 class _Curve:

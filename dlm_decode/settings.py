@@ -29,13 +29,17 @@ class Settings:
         schedule: how a block's positions are shared out among its steps: name, spec or instance of
             a `QuotaSchedule`.
         temperature: 0 is greedy; above 0 tokens are sampled from softmax(logits / temperature).
+        top_k: only that many likeliest tokens take part, in proposals and in their probabilities; 0
+            for all, `None` for what the preset says (all, in most).
+        top_p: only the likeliest tokens up to this probability take part; `None` for all.
         cfg_scale: classifier-free guidance: logits = u + (cfg_scale + 1)(c - u), u from a view with
             the prompt masked.
         seed: seed of each row's random generator: one number for every row, or one per row.
         eos_last: end-of-sequence ids may be predicted, but are committed only when nothing else is
             left to commit.
-        preset: `"official"` and `"lavida"` reproduce a model's own program with its quirks; `None`
-            has them fixed. The others of `PRESETS` come with samplers that reproduce a program.
+        preset: `"official"`, `"lavida"` and `"lavida_dream"` reproduce a model's own program with
+            its quirks; `None` has them fixed. The others of `PRESETS` come with samplers that
+            reproduce a program.
     """
 
     gen_length: int = DEFAULT_GEN_LENGTH
@@ -43,6 +47,8 @@ class Settings:
     block_length: int = DEFAULT_GEN_LENGTH
     schedule: QuotaSchedule | str = DEFAULT_SCHEDULE
     temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
     cfg_scale: float = 0.0
     seed: int | tuple[int, ...] = 0
     eos_last: bool = False
@@ -59,6 +65,13 @@ class Settings:
                 raise InvalidInputError(
                     f"{name} must be a finite number of at least 0, got {value!r}."
                 )
+        if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 0):
+            raise InvalidInputError(
+                f"top_k must be a whole number of at least 0, got {self.top_k!r}."
+            )
+        is_share = isinstance(self.top_p, (int, float)) and not isinstance(self.top_p, bool)
+        if self.top_p is not None and not (is_share and 0 < self.top_p <= 1):
+            raise InvalidInputError(f"top_p must be above 0 and at most 1, got {self.top_p!r}.")
         if self.preset is not None and self.preset not in PRESETS:
             raise UnknownNameError("preset", str(self.preset), PRESETS)
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
@@ -79,6 +92,11 @@ class Settings:
     def quotas(self) -> QuotaSchedule:
         """Positions per step."""
         return quota.make(self.schedule)
+
+    @property
+    def num_likeliest(self) -> int | None:
+        """Tokens that take part; `None` for all."""
+        return (self.quirks.default_top_k if self.top_k is None else self.top_k) or None
 
     @property
     def quirks(self) -> Quirks:
@@ -104,6 +122,9 @@ class Quirks:
         has_default_stops: the model's own stop ids apply when no stop is given.
         drops_token_after_image: the tokenizer helper loses the first token after each image
             placeholder.
+        commits_first_from_prompt: over a cache that reads the prompt by itself, a model with
+            shifted logits commits the first position before anything else, by what the prompt says.
+        default_top_k: `top_k` where none is given.
         rows_share_blocks: rows of a batch wait until all of them have finished a block.
     """
 
@@ -114,6 +135,8 @@ class Quirks:
     random_stream: Literal["rows", "full"] = "rows"
     has_default_stops: bool = True
     drops_token_after_image: bool = False
+    commits_first_from_prompt: bool = False
+    default_top_k: int | None = None
     rows_share_blocks: bool = False
 
 
@@ -128,10 +151,15 @@ OFFICIAL_QUIRKS = Quirks(
     drops_token_after_image=True,
 )
 LAVIDA_QUIRKS = dataclasses.replace(OFFICIAL_QUIRKS, fills_prompt_masks=False, stop_rule="earliest")
+# Its generation reads a top_k of 50 from a default of transformers' model configs.
+LAVIDA_DREAM_QUIRKS = dataclasses.replace(
+    LAVIDA_QUIRKS, commits_first_from_prompt=True, default_top_k=50
+)
 _FAST_DLLM = Quirks(has_default_stops=False, rows_share_blocks=True)
 PRESETS: dict[str, Quirks] = {
     "official": OFFICIAL_QUIRKS,
     "lavida": LAVIDA_QUIRKS,
+    "lavida_dream": LAVIDA_DREAM_QUIRKS,
     "fast_dllm@2025-06": _FAST_DLLM,
     "fast_dllm@2026-04": _FAST_DLLM,
     "fast_dllm@2026-04/dual": dataclasses.replace(_FAST_DLLM, blocks_end_after_steps=True),
@@ -179,6 +207,10 @@ def resolve_settings(given: Mapping[str, Any], model_defaults: Mapping[str, Any]
     if isinstance(merged.get("seed"), list):
         merged["seed"] = tuple(merged["seed"])
     return Settings(**merged)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _with_steps(merged: dict[str, Any]) -> dict[str, Any]:

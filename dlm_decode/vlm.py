@@ -114,6 +114,8 @@ class DiffusionVlm:
         steps_per_block: int | None = None,
         step_ratio: float | None = None,
         temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         cfg_scale: float | None = None,
         seed: int | Sequence[int] | None = None,
         eos_last: bool | None = None,
@@ -154,6 +156,8 @@ class DiffusionVlm:
             steps_per_block: instead of `steps`; a block takes no more than it has positions.
             step_ratio: instead of `steps`: steps per position of a block, rounded down.
             temperature: 0 is greedy.
+            top_k: only that many likeliest tokens take part, in proposals and confidences.
+            top_p: only the likeliest tokens up to this probability take part.
             cfg_scale: classifier-free guidance; 0 is off.
             seed: one number (every row uses it), or one per row.
             eos_last: commit end-of-sequence ids only when nothing else is left.
@@ -207,6 +211,8 @@ class DiffusionVlm:
                 "steps_per_block": steps_per_block,
                 "step_ratio": step_ratio,
                 "temperature": temperature,
+                "top_k": top_k,
+                "top_p": top_p,
                 "cfg_scale": cfg_scale,
                 "seed": tuple(seed) if isinstance(seed, (list, tuple)) else seed,
                 "eos_last": eos_last,

@@ -40,6 +40,7 @@ class LavidaDreamModelLM(LavidaLLaDAModelLM):
     config_class = LavidaDreamConfig
     config: LavidaDreamConfig
     shift_logits = True
+    official_preset = "lavida_dream"
 
     @classmethod
     def claims(cls, raw: Mapping[str, Any]) -> bool:

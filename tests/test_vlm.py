@@ -197,6 +197,30 @@ def test_suppressed_ids_never_appear(vlm):
     assert not set(first) & set(out.sequences[0].tolist())
 
 
+def test_only_the_likeliest_tokens_take_part(vlm):
+    ask = {"gen_length": 8, "stop": False}
+    greedy = vlm.generate(QUESTION, **ask)
+    for limits in ({"top_k": 1}, {"top_p": 1e-6}):
+        sure = vlm.generate(QUESTION, **ask, **limits, temperature=0.9)
+        assert (
+            sure.trajectory.steps[0].confidence.max() > greedy.trajectory.steps[0].confidence.max()
+        )
+        assert vlm.model.special_ids.mask not in sure.sequences
+    both = vlm.generate([QUESTION, "where is it ?"], **ask, top_k=3, top_p=0.9, temperature=0.9)
+    alone = vlm.generate(QUESTION, **ask, top_k=3, top_p=0.9, temperature=0.9)
+    assert both.sequences[0].tolist() == alone.sequences[0].tolist()
+    # The mask id may be the likeliest of all; it takes nobody's place.
+    head = vlm.model.lm_head.weight
+    mask = vlm.model.special_ids.mask
+    kept = head.data[mask].clone()
+    try:
+        head.data[mask] = 9 * head.data[greedy.sequences[0, 0]]
+        out = vlm.generate(QUESTION, **ask, top_k=1)
+        assert mask not in out.sequences
+    finally:
+        head.data[mask] = kept
+
+
 def test_ids_without_a_token_are_no_candidates(vlm):
     model = vlm.model
     kept = model.num_valid_tokens

@@ -32,6 +32,8 @@ class PrefixLm:
     Source: LaViDa (arXiv 2505.16839), prefix-DLM, at inference.
     """
 
+    reads_prompt_alone = True
+
     def plan(self, clock: Clock) -> tuple[Feed, ...]:
         """The canvas; at first, the prompt before it."""
         return (_RESPONSE,) if clock.forwards else (_PREFILL, _RESPONSE)
