@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dlm_decode import cache, models, samplers, stages
+    from dlm_decode import cache, models, quota, samplers, stages
     from dlm_decode.loading import load, shipped_models
     from dlm_decode.vlm import DiffusionVlm, Output
 
@@ -25,6 +25,7 @@ __all__ = [
     "cache",
     "load",
     "models",
+    "quota",
     "samplers",
     "shipped_models",
     "stages",
