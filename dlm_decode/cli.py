@@ -56,7 +56,9 @@ def build_parser(is_training: bool = False) -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_evaluate(commands)
     _add_compare(commands)
+    _add_tune(commands)
     _add_analyse(commands)
+    _add_bench(commands)
     _add_cost(commands)
     _add_train(commands, is_training)
     return parser
@@ -383,38 +385,195 @@ def _add_compare(commands: Any) -> None:
     parser.add_argument(
         "--variant",
         action="append",
-        required=True,
-        help="SAMPLER[+STAGE...][@key=value,...]; repeatable, the first is the reference",
+        dest="settings",
+        type=lambda text: ("variant", text),
+        metavar="VARIANT",
+        help="SAMPLER[+STAGE...][@key=value,...]; repeatable",
+    )
+    parser.add_argument(
+        "--suite",
+        action="append",
+        dest="settings",
+        type=lambda text: ("suite", text),
+        metavar="NAME",
+        help="a list of variants that begins with baseline: lown, lown-choices, lown-budget, "
+        "caches; repeatable; the first variant of all is the reference",
     )
     parser.add_argument(
         "--limit", type=int, default=1000, help="number of questions (default 1000)"
     )
     parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
     parser.add_argument("--output", type=Path, required=True, help="folder; a run resumes from it")
-    parser.add_argument("--match", metavar="VARIANT", help="name its cheapest rival of equal cost")
+    parser.add_argument(
+        "--match",
+        metavar="VARIANT",
+        help="name the cheapest setting of another sampler that costs at least as much",
+    )
+    parser.add_argument(
+        "--match-score",
+        metavar="VARIANT",
+        help="name the cheapest other setting that scores at least as much",
+    )
+    parser.add_argument(
+        "--match-random",
+        metavar="VARIANT",
+        help="also run this setting of lown with as many FULL steps, drawn at random (three seeds)",
+    )
     parser.add_argument("--plot", action="store_true", help="also plot.png and plot.svg")
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from dlm_decode.eval import compare as comparison
+    from dlm_decode.settings import resolve_settings
 
-    variants = [comparison.Variant.parse(text) for text in arguments.variant]
-    if arguments.match is not None and arguments.match not in arguments.variant:
-        raise InvalidInputError(f"--match {arguments.match!r} is none of the variants.")
-    folder = arguments.output
-    rows = comparison.compare(
-        _load(arguments), variants, folder, limit=arguments.limit, batch=arguments.batch
-    )
-    (folder / "table.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    (folder / "table.csv").write_text(comparison.to_csv(rows), encoding="utf-8")
-    (folder / "table.md").write_text(comparison.to_markdown(rows), encoding="utf-8")
+    given = arguments.settings or []
+    parsed = {text: comparison.Variant.parse(text) for kind, text in given if kind == "variant"}
+    for kind, text in given:
+        if kind == "suite":
+            comparison.check_suite(text)
+    vlm = _load(arguments)
+    own = resolve_settings({}, vlm.generation_defaults)
+    names = [
+        name
+        for kind, text in given
+        for name in ([text] if kind == "variant" else comparison.suite(text, own))
+    ]
+    variants = {name: parsed.get(name) or comparison.Variant.parse(name) for name in names}
+    for option in ("match", "match_score", "match_random"):
+        name = getattr(arguments, option)
+        if name is not None and name not in variants:
+            flag = option.replace("_", "-")
+            raise InvalidInputError(f"--{flag} {name!r} is none of the variants.")
+    if arguments.match_random is not None:
+        variants[arguments.match_random].with_random_access(1.0, 0)  # refuses what is not lown
+    folder, sizes = arguments.output, {"limit": arguments.limit, "batch": arguments.batch}
+    rows = comparison.compare(vlm, list(variants.values()), folder, **sizes)
+    matches = []
+    if arguments.match_random is not None:
+        name = arguments.match_random
+        drawn = comparison.random_access(rows, variants[name])
+        variants.update({variant.name: variant for variant in drawn})
+        rows = comparison.compare(vlm, list(variants.values()), folder, **sizes)
+        rivals = [row for row in rows if row["name"] in {variant.name for variant in drawn}]
+        matches.append({"variant": name, "by": "random", "match": [r["name"] for r in rivals]})
+    for by, name, find in (
+        ("cost", arguments.match, comparison.matched),
+        ("score", arguments.match_score, comparison.matched_score),
+    ):
+        if name is not None:
+            rival = find(rows, name)
+            matches.append({"variant": name, "by": by, "match": rival and rival["name"]})
+    comparison.save(folder, rows, matches)
     print(comparison.render(rows))
-    if arguments.match is not None:
-        rival = comparison.matched(rows, arguments.match)
-        print(f"cheapest rival of {arguments.match}: {rival['name'] if rival else 'none'}")
+    for match in matches:
+        print(comparison.describe_match(rows, match))
     if arguments.plot:
         for suffix in ("png", "svg"):
             comparison.draw(rows, folder / f"plot.{suffix}")
+    return 0
+
+
+def _add_tune(commands: Any) -> None:
+    text = "Find the cheapest setting that keeps a share of the baseline's score."
+    parser = _command(commands, "tune", text, _tune)
+    parser.description = (
+        f"{text} Tried on questions about training-split scenes: every sampler over every cache, "
+        "the baseline with fewer steps, lown with budgets, fast_dllm and lown+fast_dllm with "
+        "thresholds."
+    )
+    _add_model_options(parser)
+    parser.add_argument(
+        "--keep", type=float, default=0.99, help="share of the score, in (0, 1] (default 0.99)"
+    )
+    parser.add_argument(
+        "--by",
+        choices=("flops", "seconds"),
+        default="flops",
+        help="what is to be cheap: decoder FLOPs, or paired seconds on this machine "
+        "(default flops)",
+    )
+    parser.add_argument("--limit", type=int, default=200, help="number of questions (default 200)")
+    parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="folder for answers, tables and tuned.json; a run resumes from it",
+    )
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from dlm_decode.eval import compare as comparison
+    from dlm_decode.eval.tune import tune
+
+    result = tune(
+        _load(arguments),
+        arguments.output,
+        keep=arguments.keep,
+        by=arguments.by,
+        limit=arguments.limit,
+        batch=arguments.batch,
+    )
+    print(comparison.render(result["rows"]))
+    print(
+        f"cheapest by {result['by']} that keeps {result['keep']:.1%} of the score: "
+        f"{result['chosen']['name']}"
+    )
+    print(result["command"])
+    return 0
+
+
+def _add_bench(commands: Any) -> None:
+    text = "Measure wall-clock time against FLOPs on a model of any size with random weights."
+    parser = _command(commands, "bench", text, _bench)
+    parser.add_argument(
+        "--variant",
+        action="append",
+        required=True,
+        help="SAMPLER[+STAGE...][@key=value,...]; repeatable, the first is the reference",
+    )
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument(
+        "--visual-side", type=int, default=27, help="patches per side of the picture (default 27)"
+    )
+    parser.add_argument("--num-text", type=int, default=32, help="text tokens of the prompt")
+    parser.add_argument("--gen-length", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds (default 5)")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16, float16")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, mps")
+    parser.add_argument("--attn", default="sdpa", help="as in generate (default: sdpa)")
+    parser.add_argument("--output", type=Path, help="also write the rows as JSON")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from dlm_decode.eval import bench
+    from dlm_decode.eval.compare import Variant
+
+    names = ("hidden_size", "num_layers", "visual_side", "num_text", "gen_length", "steps")
+    size = bench.BenchSize(**{name: getattr(arguments, name) for name in names})
+    variants = [Variant.parse(text) for text in arguments.variant]
+    if arguments.dtype not in ("float32", "bfloat16", "float16"):
+        raise InvalidInputError(
+            f"--dtype must be float32, bfloat16 or float16, got {arguments.dtype!r}."
+        )
+    vlm = bench.random_vlm(
+        size,
+        dtype=getattr(torch, arguments.dtype),
+        device=arguments.device,
+        attn_implementation=arguments.attn,
+    )
+    rows = bench.bench(vlm, variants, size, rounds=arguments.rounds)
+    machine = bench.machine(vlm)
+    print(json.dumps(machine))
+    print(bench.render(rows))
+    if arguments.output is not None:
+        report = {"machine": machine, "size": vars(size), "rows": rows}
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

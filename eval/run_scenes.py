@@ -6,22 +6,31 @@ Results are appended to the file as they come, and an interrupted run resumes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.eval.scene_questions import SceneSample, heldout_samples, score
-from dlm_decode.eval.scenes import DATA_VERSION
+from dlm_decode.eval.scene_questions import SceneSample, first_samples, score
+from dlm_decode.eval.scenes import DATA_VERSION, Split
 from dlm_decode.registry import describe
 from dlm_decode.settings import resolve_settings
 
 if TYPE_CHECKING:
-    from dlm_decode.vlm import DiffusionVlm
+    from dlm_decode.vlm import DiffusionVlm, Output
 
-__all__ = ["Results", "batches", "evaluate_scenes", "settings_of", "summarise"]
+__all__ = [
+    "Results",
+    "batches",
+    "evaluate_scenes",
+    "question_batches",
+    "settings_of",
+    "summarise",
+]
 
 
 def evaluate_scenes(
@@ -49,21 +58,26 @@ def evaluate_scenes(
     Raises:
         InvalidInputError: a limit or batch below 1, or an `output` that other settings wrote.
     """
-    if limit < 1 or batch < 1:
-        raise InvalidInputError(f"limit and batch must be at least 1, got {limit} and {batch}.")
+    parts = question_batches(limit, batch)
     results = Results(output, settings_of(vlm, options, is_blind))
-    samples = list(heldout_samples(limit))
-    for part in tqdm(batches(samples, batch), desc="questions", unit="batch"):
+    for part in tqdm(parts, desc="questions", unit="batch"):
         results.answer(vlm, part, options, is_blind)
-    return {"settings": results.settings, **summarise(results.of(samples))}
+    return {
+        "settings": results.settings,
+        **summarise([entry for part in parts for entry in results.of(part)]),
+    }
 
 
 def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Accuracy in all and by kind, cost relative to the baseline sampler, forwards per question.
+    """Accuracy in all and by kind, and cost relative to the baseline sampler.
+
+    A question on which `generate` failed counts as wrong, and not at all for the cost; `errors`
+    says how many there are, `first_error` what the first said.
 
     Args:
         entries: lines of an output file, without the settings.
     """
+    errors = [entry["error"] for entry in entries if "error" in entry]
     kinds = sorted({entry["kind"] for entry in entries})
     by_kind = {
         kind: [entry["is_right"] for entry in entries if entry["kind"] == kind] for kind in kinds
@@ -76,6 +90,8 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "questions_by_kind": {kind: len(hits) for kind, hits in by_kind.items()},
         "relative_cost": sum(entry["flops"] for entry in entries)
         / max(1, sum(e["baseline_flops"] for e in entries)),
+        "errors": len(errors),
+        "first_error": errors[0] if errors else None,
     }
 
 
@@ -103,7 +119,8 @@ def settings_of(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> d
 class Results:
     """Answers in a JSON-lines file: the settings, then a line per question, appended as they come.
 
-    An incomplete last line, as a killed run leaves it, is cut off.
+    An incomplete last line, as a killed run leaves it, is cut off. Questions on which `generate`
+    failed are asked again by the next run.
 
     Args:
         path: made with its folders if missing.
@@ -125,13 +142,14 @@ class Results:
         fresh.replace(self.path)  # in one piece: a kill in between loses nothing
 
     def _read(self) -> dict[str, dict[str, Any]]:
-        if not self.path.exists() or not self.path.read_text(encoding="utf-8").strip():
+        if not self.path.exists() or not self.path.read_bytes().strip():
             return {}
         entries = []
-        for line in self.path.read_text(encoding="utf-8").split("\n"):
+        # Answers may hold what str.splitlines takes for line ends; a kill may cut a character.
+        for line in self.path.read_bytes().split(b"\n"):
             try:
                 entries.append(json.loads(line))
-            except json.JSONDecodeError:
+            except ValueError:
                 break
         expected = json.loads(json.dumps(self.settings))
         if not entries or entries[0].get("settings") != expected:
@@ -139,7 +157,7 @@ class Results:
                 f"{str(self.path)!r} was written with other settings; choose another --output or "
                 "remove it."
             )
-        return {entry["id"]: entry for entry in entries[1:]}
+        return {entry["id"]: entry for entry in entries[1:] if "error" not in entry}
 
     def answer(
         self,
@@ -147,13 +165,31 @@ class Results:
         samples: Sequence[SceneSample],
         options: dict[str, Any],
         is_blind: bool = False,
+        batch: str | None = None,
     ) -> None:
-        """Asks those of `samples` that have no answer yet, in one `generate` call."""
+        """Asks those of `samples` that have no answer yet, in one `generate` call.
+
+        If the call fails, they are asked one by one, and the lines of those that fail alone hold
+        the error.
+
+        Args:
+            vlm: the model.
+            samples: questions.
+            options: arguments of `generate`.
+            is_blind: ask without the pictures.
+            batch: name of the batch, written beside its seconds if one call answers all of it.
+        """
         missing = [sample for sample in samples if sample.id not in self._done]
         if not missing:
             return
+        label = batch if len(missing) == len(samples) else None
+        entries: Iterable[dict[str, Any]]
+        try:
+            entries = _ask(vlm, missing, options, is_blind, label)
+        except Exception:  # whatever goes wrong with one question must not cost the others
+            entries = (_ask_alone(vlm, sample, options, is_blind) for sample in missing)
         with self.path.open("a", encoding="utf-8") as file:
-            for entry in _ask(vlm, missing, options, is_blind):
+            for entry in entries:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
                 self._done[entry["id"]] = entry
 
@@ -162,28 +198,107 @@ class Results:
         return [self._done[sample.id] for sample in samples]
 
 
+def question_batches(
+    limit: int, batch: int, split: Split = "heldout"
+) -> list[Sequence[SceneSample]]:
+    """The first `limit` questions of a split in runs of `batch`.
+
+    Raises:
+        InvalidInputError: a limit or batch below 1.
+    """
+    if limit < 1 or batch < 1:
+        raise InvalidInputError(f"limit and batch must be at least 1, got {limit} and {batch}.")
+    return batches(list(first_samples(limit, split=split)), batch)
+
+
 def batches(samples: Sequence[SceneSample], size: int) -> list[Sequence[SceneSample]]:
     """`samples` in runs of `size`."""
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
+def _ask_alone(
+    vlm: DiffusionVlm, sample: SceneSample, options: dict[str, Any], is_blind: bool
+) -> dict[str, Any]:
+    try:
+        return _ask(vlm, [sample], options, is_blind, None)[0]
+    except Exception as error:
+        return {
+            **_facts(sample),
+            "answer": None,
+            "is_right": False,
+            "error": f"{type(error).__name__}: {error}",
+            "flops": 0,
+            "baseline_flops": 0,
+            "forwards": {},
+            "steps": 0,
+            "seconds": 0.0,
+            "batch": None,
+        }
+
+
 def _ask(
-    vlm: DiffusionVlm, samples: Sequence[SceneSample], options: dict[str, Any], is_blind: bool
-) -> Iterator[dict[str, Any]]:
-    """One `generate` call; yields an output line per question, seconds shared out evenly."""
+    vlm: DiffusionVlm,
+    samples: Sequence[SceneSample],
+    options: dict[str, Any],
+    is_blind: bool,
+    batch: str | None,
+) -> list[dict[str, Any]]:
+    """One `generate` call; an output line per question, seconds shared out evenly.
+
+    Each question draws from a seed of its own, made from the given one and its id, so that neither
+    the batch nor another question has a part in what it draws.
+    """
     images = None if is_blind else [sample.image for sample in samples]
-    out = vlm.generate([sample.question for sample in samples], images=images, **options)
+    seed = options.get("seed", vlm.generation_defaults.get("seed")) or 0
+    if isinstance(seed, int):
+        seed = [zlib.crc32(f"{seed}/{sample.id}".encode()) for sample in samples]
+    out = vlm.generate(
+        [sample.question for sample in samples], images=images, **{**options, "seed": seed}
+    )
     texts = out.text if isinstance(out.text, list) else [out.text]
-    for row, (sample, text) in enumerate(zip(samples, texts, strict=True)):
-        yield {
-            "id": sample.id,
-            "kind": sample.kind,
-            "question": sample.question,
-            "expected": sample.answer,
+    kinds, steps = _forwards_by_kind(out), _steps(out)
+    return [
+        {
+            **_facts(sample),
             "answer": text,
             "is_right": score(sample, text or ""),
+            "seed": seed[row],
             "flops": out.cost.row_flops[row],
             "baseline_flops": out.cost.row_baseline_flops[row],
-            "forwards": out.cost.row_forwards[row],
+            "forwards": kinds[row],
+            "steps": steps[row],
             "seconds": out.cost.seconds_decode / len(samples),
+            "batch": batch,
+            "batch_seconds": out.cost.seconds_decode,
         }
+        for row, (sample, text) in enumerate(zip(samples, texts, strict=True))
+    ]
+
+
+def _facts(sample: SceneSample) -> dict[str, Any]:
+    return {
+        "id": sample.id,
+        "kind": sample.kind,
+        "question": sample.question,
+        "expected": sample.answer,
+    }
+
+
+def _forwards_by_kind(out: Output) -> list[dict[str, int]]:
+    """Forwards of each row, keyed `"VIEW/kind"`."""
+    counts: list[Counter[str]] = [Counter() for _ in out.cost.row_flops]
+    for step in out.trajectory.steps:
+        for forward in step.forwards:
+            for row in forward.rows:
+                counts[row][f"{forward.view}/{forward.kind}"] += 1
+    return [dict(count) for count in counts]
+
+
+def _steps(out: Output) -> list[int]:
+    """Steps that each row took."""
+    totals = [0] * len(out.cost.row_flops)
+    for step in out.trajectory.steps:
+        totals = [
+            total + active for total, active in zip(totals, step.active.tolist(), strict=True)
+        ]
+    return totals

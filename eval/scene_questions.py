@@ -306,7 +306,7 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
 
 def practice_choice(scene: Scene, rng: random.Random) -> SceneSample:
     """A choice among two to four options: with fewer of them, looking them up is learnt sooner."""
-    num_options = rng.choice((2, 2, 2, 3, 4, 4))
+    num_options = rng.choice((2, 3, 3, 4, 4, 4))
     question, answer = _choice(scene, rng, num_options)
     return SceneSample(question, answer, "choice", "choice", scene)
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from dlm_decode.cli import main
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.eval.bench import BenchSize, bench, machine, random_vlm, render
 from dlm_decode.eval.compare import Variant
@@ -30,6 +33,16 @@ def test_the_picture_has_the_visual_tokens_asked_for():
     out = bench(rows, [Variant.parse("baseline")], SIZE, rounds=1)
     assert out[0]["seconds"] > 0
     assert rows.geometry.vision.tokens_per_tile == 9
+
+
+def test_command(tmp_path, capsys):
+    sizes = "--hidden-size 64 --num-layers 1 --visual-side 2 --num-text 3 --gen-length 4 --steps 2"
+    where = ["--output", str(tmp_path / "new" / "bench.json"), "--rounds", "1"]
+    assert main(["bench", "--variant", "baseline", *sizes.split(), *where]) == 0
+    assert "| baseline |" in capsys.readouterr().out
+    report = json.loads((tmp_path / "new" / "bench.json").read_text())
+    assert report["rows"][0]["forwards"] == {"FULL/full": 2}
+    assert main(["bench", "--variant", "baseline", "--dtype", "int8"]) == 2
 
 
 def test_bad_sizes():

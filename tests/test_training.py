@@ -102,7 +102,7 @@ def test_tower_training_resumes(tmp_path):
 
 def test_the_whole_command_writes_a_folder_that_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(tiny, "stages", lambda scale: [FEW, ALL])
-    monkeypatch.setattr(tiny, "HELDOUT_SCENES", 6)
+    monkeypatch.setattr(tiny, "WATCHED_SCENES", 6)
     parser = argparse.ArgumentParser()
     tiny.add_arguments(parser)
     given = [
