@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.eval.run_scenes import Results, question_batches, settings_of, summarise
+from dlm_decode.eval.run_scenes import (
+    Results,
+    decoding_settings,
+    question_batches,
+    settings_of,
+    summarise,
+)
 from dlm_decode.eval.scenes import Split
 from dlm_decode.settings import Settings
 
@@ -358,7 +364,7 @@ def compare(
         for variant, answers in turns[turn:] + turns[:turn]:
             answers.answer(vlm, part, variant.options, batch=f"{run}/{number}")
     entries = [[entry for part in parts for entry in answers.of(part)] for answers in results]
-    chosen = [Settings(**answers.settings["options"]) for answers in results]
+    chosen = [decoding_settings(vlm, variant.options) for variant in variants]
     num_forwards = chosen[0].blocks.num_steps()
     return [
         _row(variant, own, entries[0], num_forwards, settings.steps)

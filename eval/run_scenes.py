@@ -9,6 +9,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from dlm_decode.errors import InvalidInputError
 from dlm_decode.eval.scene_questions import SceneSample, first_samples, score
 from dlm_decode.eval.scenes import DATA_VERSION, Split
 from dlm_decode.registry import describe
-from dlm_decode.settings import resolve_settings
+from dlm_decode.settings import Settings, resolve_settings
 
 if TYPE_CHECKING:
     from dlm_decode.vlm import DiffusionVlm, Output
@@ -95,13 +96,17 @@ def summarise(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def decoding_settings(vlm: DiffusionVlm, options: dict[str, Any]) -> Settings:
+    """What `generate` decodes with, given these of its arguments."""
+    methods = ("sampler", "stages", "cache")
+    lengths = {key: value for key, value in options.items() if key not in methods}
+    return resolve_settings(lengths, vlm.generation_defaults)
+
+
 def settings_of(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> dict[str, Any]:
     """What an output file depends on, as its first line says."""
     from dlm_decode import cache, samplers, vision
 
-    lengths = {
-        key: value for key, value in options.items() if key not in ("sampler", "stages", "cache")
-    }
     policy = options.get("cache")
     return {
         "model": vlm.name,
@@ -111,7 +116,10 @@ def settings_of(vlm: DiffusionVlm, options: dict[str, Any], is_blind: bool) -> d
         "sampler": describe(samplers.make(options.get("sampler") or "baseline")),
         "stages": [describe(vision.make(stage)) for stage in options.get("stages") or ()],
         "cache": policy if policy in (None, "none") else describe(cache.make(policy)),
-        "options": vars(resolve_settings(lengths, vlm.generation_defaults)),
+        "options": {
+            name: describe(value) if is_dataclass(value) else value
+            for name, value in vars(decoding_settings(vlm, options)).items()
+        },
         "is_blind": is_blind,
     }
 

@@ -380,3 +380,11 @@ def test_suites_and_variants_combine(checkpoint, tmp_path, capsys):
     assert names[0] == "baseline"
     assert names[-1] == "lown:budget=0.5"
     assert names.count("lown") == 1
+
+
+def test_a_schedule_is_part_of_a_setting(vlm, tmp_path):
+    names = ("baseline", "baseline@schedule=shift:shift=0.5", "baseline@schedule=cosine,steps=4")
+    rows = compare(vlm, [Variant.parse(name) for name in names], tmp_path, limit=2)
+    assert [row["questions"] for row in rows] == [2, 2, 2]
+    again = compare(vlm, [Variant.parse(name) for name in names], tmp_path, limit=2)
+    assert again == rows

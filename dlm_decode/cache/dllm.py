@@ -140,10 +140,8 @@ class _DllmMemory:
         columns = self._fresh_columns(layer, normed, value, feed)
         if columns.shape[1] == 0:
             return hidden + attention + change
-        query, fresh_key, fresh_value = layer.self_attn.project(
-            _take(normed, columns),
-            tuple(part.take_along_dim(columns[:, None, :, None], 2) for part in cos_sin),
-        )
+        cos, sin = (part.take_along_dim(columns[:, None, :, None], dim=2) for part in cos_sin)
+        query, fresh_key, fresh_value = layer.self_attn.project(_take(normed, columns), (cos, sin))
         at = columns[:, None, :, None].expand_as(fresh_key)
         key = key.scatter(2, at, fresh_key)
         value = value.scatter(2, at, fresh_value)
