@@ -4,7 +4,7 @@
 import dlm_decode
 
 vlm = dlm_decode.load("tiny")
-out = vlm.generate("What colour is the large circle?", images=["dlm_decode/data/demo/shapes.png"])
+out = vlm.generate("What colour is the large triangle?", images=["dlm_decode/data/demo/shapes.png"])
 print(out.text, out.cost.summary())
 ```
 """
