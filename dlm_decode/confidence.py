@@ -8,7 +8,7 @@ slices, so no float32 copy of it is made.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ def propose(
     *,
     temperature: float = 0.0,
     uniform: Tensor | None = None,
+    generator: torch.Generator | None = None,
     statistics: Collection[str] = (),
     unproposable: int | None = None,
     previous: PreviousLogProb | None = None,
@@ -107,7 +108,9 @@ def propose(
             restored.
         temperature: 0 takes the argmax (ties: lowest id); above 0, Gumbel-max sampling from
             softmax(logits / temperature).
-        uniform: `(N, V)` numbers in [0, 1) for the Gumbel noise, needed when `temperature > 0`.
+        uniform: `(N, V)` numbers in [0, 1) for the Gumbel noise.
+        generator: instead of `uniform`, where the token is drawn from; all that is measured then
+            belongs to softmax(logits / temperature). A temperature above 0 needs one of the two.
         statistics: any of `"margin"`, `"logit_margin"`, `"entropy"` and `"kl"`.
         unproposable: id that is never proposed but keeps its share of the probability (the mask
             id). Taking it out of the softmax as well would raise confidences, and with them change
@@ -119,8 +122,12 @@ def propose(
         Proposal.
 
     Source: LLaDA (arXiv 2502.09992), `add_gumbel_noise`: argmax of exp(l) / (-ln u)^T, here in log
-    space.
+    space; with a generator, Dream 7B (arXiv 2508.15487), `sample_tokens`.
     """
+    if generator is not None:
+        return _categorical(
+            logits.float() / temperature, generator, statistics, unproposable, previous
+        )
     withheld = None
     if unproposable is not None:
         withheld = logits[:, unproposable, None].clone()
@@ -157,7 +164,7 @@ def propose(
     token, log_prob = top_token, top_log_prob
     if temperature > 0:
         if uniform is None:
-            raise AssertionError("temperature > 0 needs uniform numbers")
+            raise AssertionError("temperature > 0 needs uniform numbers or a generator")
         token = _gumbel_argmax(logits, temperature, uniform)
         log_prob = logits.gather(1, token).float() - top + top_log_prob
     if withheld is not None and unproposable is not None:
@@ -173,6 +180,23 @@ def propose(
         entropy=entropy,
         kl=kl,
     )
+
+
+def _categorical(
+    logits: Tensor,
+    generator: torch.Generator,
+    statistics: Collection[str],
+    unproposable: int | None,
+    previous: PreviousLogProb | None,
+) -> Proposal:
+    """Tokens drawn from softmax(logits), in one call for all positions."""
+    proposal = propose(logits, statistics=statistics, unproposable=unproposable, previous=previous)
+    top = logits.gather(1, proposal.top_tokens[:, None])
+    if unproposable is not None:
+        logits[:, unproposable] = float("-inf")
+    tokens = logits.softmax(dim=-1).multinomial(1, generator=generator)
+    log_prob = (logits.gather(1, tokens) - top).squeeze(1) + proposal.log_prob
+    return replace(proposal, tokens=tokens.squeeze(1), log_prob=log_prob)
 
 
 def _divergence(

@@ -15,7 +15,7 @@ from torch import Tensor
 from dlm_decode.canvas import Canvas
 from dlm_decode.confidence import select_top
 from dlm_decode.errors import DlmError, NumericalError
-from dlm_decode.predictor import Predictor, View
+from dlm_decode.predictor import FULL, Predictor, View
 from dlm_decode.quota import QuotaSchedule
 from dlm_decode.record import StepRecord
 from dlm_decode.samplers.base import Sampler, Step, StepContext
@@ -86,11 +86,13 @@ def decode(
             )
         if not is_active:
             return
+        quota, share = progress.quota(places)
         context = StepContext(
             tokens=canvas.tokens,
             is_open=canvas.is_open,
             eligible=eligible,
-            quota=torch.ones_like(progress.block) if is_first else progress.quota(places),
+            quota=quota,
+            share=share,
             block=progress.block,
             step_in_block=progress.step,
             step=step_index,
@@ -102,7 +104,7 @@ def decode(
             view.name: predictor(view, canvas.is_wanted & active, is_charged=False)
             for view in probes
         }
-        step = sampler.step(context, state)
+        step = _greedy(context) if is_first else sampler.step(context, state)
         step, forced = _at_least_one(step, eligible, quirks)
         broken |= (step.commit & ~eligible).any()
         if not quirks.may_predict_mask:
@@ -125,6 +127,13 @@ def decode(
 def _only(column: int, canvas: Canvas) -> Tensor:
     """`(C,)` bool, true at one column."""
     return torch.arange(canvas.width, device=canvas.tokens.device) == column
+
+
+def _greedy(context: StepContext) -> Step:
+    """Commits the argmax at every eligible position."""
+    draft = context.predict(FULL, context.eligible, samples=False)
+    commit = context.eligible
+    return Step(commit=commit, tokens=draft.tokens, draft=draft, reasons={"prompt": commit})
 
 
 def _at_least_one(step: Step, eligible: Tensor, quirks: Quirks) -> tuple[Step, Tensor]:
@@ -230,11 +239,16 @@ class _Progress:
         """What `quota` needs to know on the host."""
         return self.block, self.step, self.num_open, self.num_left
 
-    def quota(self, places: Sequence[int]) -> Tensor:
-        """`(B,)` positions that the schedule commits now; 0 once a block's steps are over."""
-        num_rows = len(self.block)
-        quota = [self._quota_of_row(*places[row::num_rows]) for row in range(num_rows)]
-        return torch.tensor(quota, device=self.block.device)
+    def quota(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """What the schedule commits now: `(B,)` counts, and shares of the open positions.
+
+        Once a block's steps are over, the count is 0; from its last step on the share is 1.
+        """
+        rows = [places[row :: len(self.block)] for row in range(len(self.block))]
+        counts = [self._quota_of_row(*row) for row in rows]
+        shares = [self._share_of_row(*row, count) for row, count in zip(rows, counts, strict=True)]
+        both = torch.tensor([counts, shares], dtype=torch.float64).to(self.block.device)
+        return both[0].long(), both[1].float()
 
     def _quota_of_row(self, block: int, step: int, num_open: int, num_left: int) -> int:
         if block < 0:
@@ -247,3 +261,12 @@ class _Progress:
             self.counts[num_open, steps] = self.quotas.counts(num_open, steps)
         counts = self.counts[num_open, steps]
         return counts[step] if step < len(counts) else 0
+
+    def _share_of_row(self, block: int, step: int, _: int, num_left: int, count: int) -> float:
+        steps = self.schedule.steps_per_block[max(block, 0)]
+        if step >= steps - 1:
+            return 1.0
+        share_now = getattr(self.quotas, "share_now", None)
+        if share_now is not None:
+            return share_now(step, steps)
+        return min(1.0, count / num_left) if num_left else 0.0

@@ -5,9 +5,9 @@ Proposals are made at the asked canvas positions only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -360,17 +360,26 @@ class Predictor:
 
         Each row draws from its own generator.
         """
+        return self._canvas_numbers(positions, torch.Tensor.uniform_)
+
+    def exponential(self, positions: Tensor) -> Tensor:
+        """`(B, C)` float32 numbers of mean 1, exponentially distributed, as `uniform`."""
+        return self._canvas_numbers(positions, torch.Tensor.exponential_)
+
+    def _canvas_numbers(self, positions: Tensor, fill: Callable[..., Tensor]) -> Tensor:
+        """Numbers for the whole canvas, or as the preset's stream has it."""
         drawn = torch.zeros(positions.shape, device=self.device)
-        is_full = self.settings.quirks.random_stream == "full"
+        stream = self.settings.quirks.random_stream
         for row in positions.any(dim=1).nonzero()[:, 0].tolist():
-            generator = self.generators[row]
-            if is_full:
+            places = positions[row].nonzero()[:, 0]
+            length, front = self.canvas.width, 0
+            if stream == "full":
                 length, front = self._drawn.get(row) or self._whole(row)
-                numbers = torch.rand(length, generator=generator, device=self.device)
-                first, last = max(0, -front), min(self.canvas.width, length - front)
-                drawn[row, first:last] = numbers[first + front : last + front]
-            else:
-                drawn[row] = torch.rand(positions.shape[1], generator=generator, device=self.device)
+            elif stream == "masked":
+                length = len(places)
+            numbers = torch.empty(length, device=self.device)
+            fill(numbers, generator=self.generators[row])
+            drawn[row, places] = numbers if stream == "masked" else numbers[places + front]
         return drawn
 
     def _empty(self, statistics: Collection[str]) -> Prediction:
@@ -473,16 +482,19 @@ class Predictor:
             )
         return embeds
 
-    def _noise(self, rows: list[int], counts: list[int], columns: Tensor) -> Iterator[Tensor]:
-        """Gumbel uniforms per asked canvas column, row by row, `(n, candidates)` at a time."""
-        size = self._num_candidates
-        is_full = self.settings.quirks.random_stream == "full"
+    def _noise(
+        self, rows: list[int], counts: list[int], columns: Tensor
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """How many of the asked canvas columns, row by row, draw their tokens from what."""
+        size, quirks = self._num_candidates, self.settings.quirks
         for row, wanted in zip(rows, columns.split(counts), strict=True):
-            if is_full:
-                yield self._noise_of_whole_row(row, wanted)
-                continue
-            for part in wanted.split(_NOISE_CHUNK):
-                yield self._uniform_numbers(row, len(part), size)
+            if quirks.token_sampling == "categorical":
+                yield len(wanted), {"generator": self.generators[row]}
+            elif quirks.random_stream == "full":
+                yield len(wanted), {"uniform": self._noise_of_whole_row(row, wanted)}
+            else:
+                for part in wanted.split(_NOISE_CHUNK):
+                    yield len(part), {"uniform": self._uniform_numbers(row, len(part), size)}
 
     def _noise_of_whole_row(self, row: int, columns: Tensor) -> Tensor:
         """Draws for every position that was fed, and keeps the asked columns."""
@@ -520,17 +532,15 @@ class Predictor:
         self,
         hidden: Tensor,
         unconditional: Tensor | None,
-        noise: Iterator[Tensor] | None,
+        noise: Iterator[tuple[int, dict[str, Any]]] | None,
         statistics: Collection[str],
         previous: PreviousLogProb | None,
     ) -> Proposal:
-        if noise is None:
-            pieces = ((size, None) for size in _chunks(len(hidden), _HEAD_CHUNK))
-        else:
-            pieces = ((len(part), part) for part in noise)
+        temperature = 0.0 if noise is None else self.settings.temperature
+        pieces = ((size, {}) for size in _chunks(len(hidden), _HEAD_CHUNK))
         unproposable = None if self.settings.quirks.may_predict_mask else self._mask_id
         parts, start = [], 0
-        for size, uniform in pieces:
+        for size, source in pieces if noise is None else noise:
             if not size:
                 continue
             piece = slice(start, start + size)
@@ -543,8 +553,8 @@ class Predictor:
             parts.append(
                 propose(
                     logits,
-                    temperature=0.0 if noise is None else self.settings.temperature,
-                    uniform=uniform,
+                    temperature=temperature,
+                    **source,
                     statistics=statistics,
                     unproposable=unproposable,
                     previous=None

@@ -42,7 +42,8 @@ class QuotaSchedule(Protocol):
 
     A schedule may also have a method `count_now(num_left, step, steps)`. It is then asked in every
     step, with the positions that are open by then, and what `counts` says is only what it comes to
-    where every step commits what it is told to.
+    where every step commits what it is told to. A method `share_now(step, steps)` says the share of
+    the open positions before it is rounded to a count.
     """
 
     def counts(self, num_open: int, steps: int) -> tuple[int, ...]:
@@ -137,10 +138,17 @@ class Dream:
 
     def count_now(self, num_left: int, step: int, steps: int) -> int:
         """Positions to commit in one step, of `num_left` that are open now."""
+        return int(num_left * self._share(step, steps))
+
+    def share_now(self, step: int, steps: int) -> float:
+        """Share of the open positions to commit in one step."""
+        return float(self._share(step, steps))
+
+    def _share(self, step: int, steps: int) -> Tensor:
         if step >= steps - 1:
-            return num_left
+            return torch.ones(())
         time = torch.linspace(1, self.eps, max(steps, self.grid or steps) + 1)
-        return int(num_left * (1 - time[step + 1] / time[step]))
+        return 1 - time[step + 1] / time[step]
 
 
 class _Curve:

@@ -118,7 +118,10 @@ class Quirks:
             list order, after which only the first listed sequence can move the stop.
         random_stream: `"rows"` draws noise for the asked positions only, so that a row is
             independent of its batch; `"full"` draws for every position that a forward feeds, as
-            the official programs consume their generator.
+            the programs of LLaDA and LLaDA-V consume their generator; `"masked"` one number per
+            eligible position, as Dream's does.
+        token_sampling: `"gumbel"` adds noise to the logits and measures confidences without it;
+            `"categorical"` draws from the distribution at the temperature, and measures there.
         has_default_stops: the model's own stop ids apply when no stop is given.
         drops_token_after_image: the tokenizer helper loses the first token after each image
             placeholder.
@@ -132,7 +135,8 @@ class Quirks:
     blocks_end_after_steps: bool = False
     fills_prompt_masks: bool = False
     stop_rule: Literal["earliest", "listed"] = "earliest"
-    random_stream: Literal["rows", "full"] = "rows"
+    random_stream: Literal["rows", "full", "masked"] = "rows"
+    token_sampling: Literal["gumbel", "categorical"] = "gumbel"
     has_default_stops: bool = True
     drops_token_after_image: bool = False
     commits_first_from_prompt: bool = False
@@ -153,7 +157,11 @@ OFFICIAL_QUIRKS = Quirks(
 LAVIDA_QUIRKS = dataclasses.replace(OFFICIAL_QUIRKS, fills_prompt_masks=False, stop_rule="earliest")
 # Its generation reads a top_k of 50 from a default of transformers' model configs.
 LAVIDA_DREAM_QUIRKS = dataclasses.replace(
-    LAVIDA_QUIRKS, commits_first_from_prompt=True, default_top_k=50
+    LAVIDA_QUIRKS,
+    random_stream="masked",
+    token_sampling="categorical",
+    commits_first_from_prompt=True,
+    default_top_k=50,
 )
 _FAST_DLLM = Quirks(has_default_stops=False, rows_share_blocks=True)
 PRESETS: dict[str, Quirks] = {

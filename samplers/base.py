@@ -27,6 +27,7 @@ class StepContext:
         eligible: `(B, C)` bool, open positions that may be committed now: inside the row's block
             and before its stop. A row without any is finished.
         quota: `(B,)` positions that the schedule commits in this step.
+        share: `(B,)` float32, the quota as a share of the block's open positions, before rounding.
         block: `(B,)` index of each row's block.
         step_in_block: `(B,)` steps that the row has taken in its block.
         step: steps of the whole call so far.
@@ -38,6 +39,7 @@ class StepContext:
     is_open: Tensor
     eligible: Tensor
     quota: Tensor
+    share: Tensor
     block: Tensor
     step_in_block: Tensor
     step: int
@@ -70,6 +72,10 @@ class StepContext:
     def uniform(self, positions: Tensor) -> Tensor:
         """`(B, C)` random numbers in [0, 1) at `positions`, from each row's own generator."""
         return self.predictor.uniform(positions)
+
+    def exponential(self, positions: Tensor) -> Tensor:
+        """`(B, C)` exponentially distributed numbers at `positions`, as `uniform`."""
+        return self.predictor.exponential(positions)
 
     def held_back(self, tokens: Tensor) -> Tensor | None:
         """`(B, C)` bool, where `tokens` are ids to be committed last.
