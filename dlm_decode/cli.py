@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dlm_decode.errors import DlmError, InvalidInputError
+from dlm_decode.errors import DlmError, InvalidInputError, UnknownNameError
 
 __all__ = ["main"]
 
@@ -140,7 +140,11 @@ def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="only tokens up to this probability take part")
     parser.add_argument("--cfg-scale", type=float, help="classifier-free guidance")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--preset", help="official: the official program with its quirks")
+    parser.add_argument(
+        "--preset",
+        help="official: the official program with its quirks; "
+        "eval egoschema and eval mlvu also know lown-paper",
+    )
     parser.add_argument(
         "--eos-last", action="store_true", default=None, help="commit end-of-sequence tokens last"
     )
@@ -343,39 +347,140 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_evaluate(commands: Any) -> None:
-    parser = _command(commands, "eval", "Measure accuracy on held-out questions.", _evaluate)
-    parser.add_argument(
-        "task", choices=("scenes",), help="scenes: generated pictures with known answers"
+    text = "Measure accuracy and cost on the questions of a task."
+    parser = commands.add_parser("eval", help=text, description=text, allow_abbrev=False)
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK")
+    scenes = _command(
+        tasks, "scenes", "Generated pictures with known answers, held out.", _evaluate
     )
-    _add_model_options(parser)
-    _add_decoding_options(parser)
-    parser.add_argument(
-        "--limit", type=int, default=1000, help="number of questions (default 1000)"
+    scenes.set_defaults(load_task=_scenes)
+    ego = _command(
+        tasks, "egoschema", "EgoSchema: 500 questions, five options, accuracy.", _evaluate
     )
-    parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
-    parser.add_argument("--blind", action="store_true", help="do not show the pictures")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        help="JSON lines, one per question; a run resumes from it",
+    ego.set_defaults(load_task=_egoschema)
+    mlvu = _command(
+        tasks, "mlvu", "MLVU: six or four options, mean accuracy over task types.", _evaluate
     )
+    mlvu.set_defaults(load_task=_mlvu)
+    mlvu.add_argument("--split", default="test", help="test (502 questions) or dev (2175)")
+    for task in (ego, mlvu):
+        task.add_argument(
+            "--data", help="folder or hub id of the annotations (default: a public hub id)"
+        )
+        task.add_argument(
+            "--videos",
+            type=Path,
+            help="folder of the video files, or of folders of frames (default: beside --data)",
+        )
+        task.add_argument("--frames", type=int, help="frames per video at most (default 32)")
+        task.add_argument(
+            "--instruction", help="line behind the options instead of the usual one; '' for none"
+        )
+    for task, limit, batch in ((scenes, 1000, 32), (ego, None, 1), (mlvu, None, 1)):
+        _add_model_options(task)
+        _add_decoding_options(task)
+        task.set_defaults(default_limit=limit, default_batch=batch)
+        task.add_argument(
+            "--limit", type=int, help=f"number of questions (default {limit or 'all'})"
+        )
+        task.add_argument("--batch", type=int, help=f"questions per batch (default {batch})")
+        task.add_argument("--blind", action="store_true", help="show neither pictures nor videos")
+        task.add_argument(
+            "--track",
+            action="append",
+            default=[],
+            help="wandb, wandb:offline, trackio; repeatable",
+        )
+        task.add_argument(
+            "--output",
+            type=Path,
+            required=True,
+            help="JSON lines, one per question; a run resumes from it. The report goes beside it",
+        )
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from dlm_decode.eval.run_scenes import evaluate_scenes
+    from dlm_decode.eval import runner
+    from dlm_decode.eval.sample_log import check_track
 
+    _apply_preset(arguments)
+    limit = arguments.default_limit if arguments.limit is None else arguments.limit
+    batch = arguments.default_batch if arguments.batch is None else arguments.batch
+    runner.check_sizes(limit, batch)
     options = _decoding_options(arguments)
-    report = evaluate_scenes(
+    runner.check_options(options)
+    check_track(arguments.track)
+    task = arguments.load_task(arguments)
+    report = runner.evaluate(
         _load(arguments),
+        task,
         options,
         output=arguments.output,
-        limit=arguments.limit,
-        batch=arguments.batch,
+        limit=limit,
+        batch=batch,
         is_blind=arguments.blind,
+        track=arguments.track,
     )
-    print(json.dumps(report, indent=2))
-    return 0
+    print(json.dumps(report, indent=2, ensure_ascii=False))
+    if report["errors"]:
+        print(
+            f"dlm-decode: {report['errors']} of {report['questions']} questions could not be "
+            f"answered and count as wrong; the first: {report['first_error']}",
+            file=sys.stderr,
+        )
+    return int(report["errors"] == report["questions"])
+
+
+def _apply_preset(arguments: argparse.Namespace) -> None:
+    """Fills in what a preset for evaluations says; what is given beside it wins."""
+    from dlm_decode.eval.video_questions import PRESETS
+    from dlm_decode.settings import PRESETS as DECODING
+
+    name = arguments.preset
+    if name is None or name in DECODING:
+        return
+    if name not in PRESETS:
+        raise UnknownNameError("preset", name, [*PRESETS, *DECODING])
+    if not hasattr(arguments, "frames"):
+        raise InvalidInputError(
+            f"--preset {name} is for questions about videos; use it with egoschema or mlvu."
+        )
+    arguments.preset = None
+    has_steps = any(
+        getattr(arguments, key) is not None for key in ("steps", "steps_per_block", "step_ratio")
+    )
+    for key, value in PRESETS[name].items():
+        if getattr(arguments, key) is None and not (key == "steps" and has_steps):
+            setattr(arguments, key, value)
+
+
+def _scenes(arguments: argparse.Namespace) -> Any:
+    from dlm_decode.eval.run_scenes import SCENES
+
+    return SCENES
+
+
+def _egoschema(arguments: argparse.Namespace) -> Any:
+    from dlm_decode.eval import egoschema
+
+    return egoschema.load_task(arguments.data, **_video_options(arguments))
+
+
+def _mlvu(arguments: argparse.Namespace) -> Any:
+    from dlm_decode.eval import mlvu
+
+    return mlvu.load_task(arguments.data, split=arguments.split, **_video_options(arguments))
+
+
+def _video_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    from dlm_decode.media import DEFAULT_NUM_FRAMES
+
+    return {
+        "videos": arguments.videos,
+        "frames": DEFAULT_NUM_FRAMES if arguments.frames is None else arguments.frames,
+        "instruction": arguments.instruction,
+        "is_blind": arguments.blind,
+    }
 
 
 def _add_compare(commands: Any) -> None:
