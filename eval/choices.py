@@ -13,9 +13,11 @@ from collections.abc import Sequence
 
 from dlm_decode.errors import InvalidInputError
 
-__all__ = ["LETTERS", "parse_choice", "plain_text"]
+__all__ = ["LETTERS", "VERSION", "parse_choice", "plain_text"]
 
 LETTERS = string.ascii_uppercase
+VERSION = 1
+"""Raise it where the same answer may be read otherwise, so that no run mixes both readings."""
 
 # What may stand behind a letter for it to be one: the end, punctuation, or a reason. A word behind
 # it makes it an article ("A man ..."), or the camera wearer whom EgoSchema calls C.
@@ -24,44 +26,51 @@ _END = (
     r"|,?\s+(?:because|since)\b|\s*[/&])"
 )
 _BRACKETED = r"[(\[{]\s*([a-z])\s*[)\]}]"
+_NOT_DENIED = (
+    r"(?![)\]}]*\s+(?:(?:is|are|was|does)"
+    r"(?:n't|\s+(?:not|wrong|incorrect|false|unlikely)\b)|cannot|can't))"
+)
+_BEFORE = r"(?:(?:option|choice)\s+)?"
+_IS = r"(?:(?:is|are|(?:would|should|must|might|could|may)\s+be)\b|[:=\-])[\s:]*"
 _NAMED = re.compile(
-    r"\b(?:answer|option|choice)\b\s*(?:(?:is|are|would be|should be|must be)\b|[:=\-])?[\s:]*"
-    rf"(?:(?:option|choice)\s+)?(?:{_BRACKETED}|[(\[{{]?\s*\b([a-z]){_END})",
+    rf"\b(?:answer\b\s*(?:{_IS})?|(?:option|choice)\b\s*{_IS}){_BEFORE}"
+    rf"(?:{_BRACKETED}|[(\[{{]?\s*\b([a-z]){_END})",
     re.IGNORECASE,
 )
-_SUBJECT = re.compile(
-    rf"\b(?:(?:option|choice)\s+(?:{_BRACKETED}|([a-z]))\s+(?:is|because|since|seems|matches|fits)\b"
-    rf"|(?:{_BRACKETED}|\b([a-z]))\s+is\s+(?:correct\b|(?:the\s+)?(?:correct|right|best)\s+"
-    r"(?:answer|option|choice)\b))",
+_CORRECT = re.compile(
+    rf"(?:{_BRACKETED}|\b([a-z]))\s+(?:is|seems|looks)\s+(?:correct\b|right[.!]"
+    r"|(?:the\s+)?(?:correct|right|best)\s+(?:answer|option|choice)\b)",
     re.IGNORECASE,
 )
 _FIRST = re.compile(
-    rf"\s*(?:{_BRACKETED}|[(\[{{]?([a-z])[)\]}}]?{_END})",
-    re.IGNORECASE,
+    rf"\s*{_BEFORE}(?:{_BRACKETED}{_NOT_DENIED}|[(\[{{]?([a-z]){_NOT_DENIED}{_END})", re.IGNORECASE
 )
+_MARKED = re.compile(r"(?:^|\s)[(\[{]?([A-Z])[)\]}.:](?=\s)")
 _LAST = re.compile(
-    r"(?:\n\s*|\b(?:so|therefore|thus|hence|choose|chose|pick|select|it is|it's),?\s+)"
-    r"[(\[{]?([A-Z])[)\]}]?[.!]?\s*$"
+    r"(?:\n\s*|(?<!not )(?<!n't )"
+    r"\b(?:so|therefore|thus|hence|choose|chose|pick|select|it is|it's),?\s+)"
+    rf"{_BEFORE}[(\[{{]?([A-Z])[)\]}}]?[.!]?\s*$"
 )
-_ANY_BRACKETED = re.compile(_BRACKETED, re.IGNORECASE)
+_ANY_BRACKETED = re.compile(_BRACKETED + _NOT_DENIED, re.IGNORECASE)
 _ANOTHER = re.compile(
     r"[)\]}]?\s*(?:,|/|&|\band\b|\bor\b)\s*(?:(?:and|or)\s+)?[(\[{]?[A-Za-z]"
     r"(?=[)\]}.,:;!?]|\s*$|\s+(?:and|or)\b)"
 )
-_MARKUP = re.compile(r"</?\w+>|\\boxed|\\text|[*`#\"\u201c\u201d]|(?<!\w)'|'(?!\w)")
+_MARKUP = re.compile(r"</?\w+>|\\boxed|\\text|[*`#$\"\u201c\u201d]|(?<!\w)'|'(?!\w)")
 
 
 def parse_choice(text: str, options: Sequence[str]) -> str | None:
     """The letter of the option that an answer names.
 
-    In this order: a letter that is called the answer ("Answer: B", "the correct option is (C)"; the
-    last such statement counts); a letter that begins the answer, alone or followed by punctuation
-    ("B", "B.", "(B) a red car"); a letter that ends it ("so B", or on a line of its own); the only
-    letter in brackets; the text of an option, which is the whole answer or, if that of no other
-    is, part of it. A small letter counts where a large one does, except at the end.
+    In this order: a letter that is called the answer ("Answer: B", "(C) is correct"; the last such
+    statement counts); a letter that begins the answer, alone or followed by punctuation ("B", "B.",
+    "(B) a red car"); a letter that ends it ("so B", or on a line of its own); the only letter in
+    brackets; the text of an option, which is the whole answer or, if that of no other is, part of
+    it. A small letter counts where a large one does, except at the end.
 
     A letter must stand alone: neither the "A" of "A man walks" nor the "B" of "Best" is one. What
-    names a letter that the question does not have is not read further.
+    names a letter that the question does not have is not read further, and what repeats the options
+    from A on does not begin with an answer.
 
     Args:
         text: the answer, as the model gave it.
@@ -77,8 +86,10 @@ def parse_choice(text: str, options: Sequence[str]) -> str | None:
         raise InvalidInputError(f"a question needs 1 to 26 options, got {len(options)}.")
     cleaned = _MARKUP.sub("", unicodedata.normalize("NFKC", text)).replace("{}", "").strip()
     allowed = LETTERS[: len(options)]
-    found = [*_NAMED.finditer(cleaned), *_SUBJECT.finditer(cleaned)]
-    first, last = _FIRST.match(cleaned), _LAST.search(cleaned)
+    found = [*_NAMED.finditer(cleaned), *_CORRECT.finditer(cleaned)]
+    is_listing = _MARKED.findall(cleaned)[:3] == ["A", "B", "C"]
+    first = None if is_listing else _FIRST.match(cleaned)
+    last = _LAST.search(cleaned)
     for match in (max(found, key=lambda m: m.end(), default=None), first, last):
         if match is not None:
             letter = next(group for group in match.groups() if group).upper()

@@ -81,7 +81,9 @@ def load_task(
 
         places = [folder / "videos", Path(HF_HOME) / "egoschema" / "videos"]
         root = video_folder(videos, source, places)
-    return EgoSchema(questions, root, frames=frames, split="subset", source=source)
+    return EgoSchema(
+        questions, root, frames=frames, instruction=shown, split="subset", source=source
+    )
 
 
 def _read(folder: Path) -> list[tuple[str, str, list[str], int]]:

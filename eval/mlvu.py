@@ -172,7 +172,7 @@ def load_task(
         names = ("video", "videos", "MLVU/video", "MLVU_Test/video", rules.cache_name)
         places = [*(folder / name for name in names), Path(HF_HOME) / rules.cache_name]
         root = video_folder(videos, source, places)
-    return Mlvu(questions, root, split=split, frames=frames, source=source)
+    return Mlvu(questions, root, split=split, frames=frames, instruction=shown, source=source)
 
 
 def _read(folder: Path, split: Split) -> list[dict[str, Any]]:

@@ -159,11 +159,20 @@ class WandbSampleLog:
         self._run: Any = None
 
     def start(self, settings: Record) -> None:
-        """Opens the run."""
+        """Opens the run.
+
+        Raises:
+            InvalidInputError: wandb refuses, for example without a login.
+        """
         self._running, self._rows = _Running(), []
-        self._run = self._wandb.init(
-            config=settings, job_type="eval", reinit="create_new", **self._options
-        )
+        try:
+            self._run = self._wandb.init(
+                config=settings, job_type="eval", reinit="create_new", **self._options
+            )
+        except self._wandb.Error as error:
+            raise InvalidInputError(
+                f"wandb cannot open a run: {error} Use --track wandb:offline, or log in."
+            ) from None
 
     def sample(self, entry: Record) -> None:
         """Logs the figures so far; the number of questions is the step."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dlm_decode.errors import InvalidInputError, MediaError
+from dlm_decode.eval import choices
 from dlm_decode.eval.choices import LETTERS, parse_choice, plain_text
 from dlm_decode.eval.runner import Task, summarise
 from dlm_decode.media import DEFAULT_NUM_FRAMES, open_frames
@@ -76,6 +77,7 @@ class VideoTask(Task[VideoSample]):
         questions: all of them.
         videos: folder; `None` for a run that shows none.
         frames: at most so many of each video, at even distances from the first to the last.
+        instruction: what follows the options in every question, for the report.
         split: name of the part of the benchmark.
         source: where the questions are from, for the report.
 
@@ -92,6 +94,7 @@ class VideoTask(Task[VideoSample]):
         videos: Path | None,
         *,
         frames: int = DEFAULT_NUM_FRAMES,
+        instruction: str = "",
         split: str,
         source: str,
     ) -> None:
@@ -107,19 +110,23 @@ class VideoTask(Task[VideoSample]):
         self.questions = tuple(questions)
         self.videos = videos
         self.frames = frames
+        self.instruction = instruction
         self.split = split
         self.source = source
 
     @property
     def data(self) -> Any:
-        """Task, split, a hash of every question with its options and answers, frames."""
+        """Task, split, a hash of the questions with options and answers, frames, parser."""
         facts = [[q.id, q.kind, q.question, q.video, q.options, q.right] for q in self.questions]
         text = json.dumps(facts, ensure_ascii=False)
         return {
             "task": self.name,
             "split": self.split,
             "questions": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "instruction": self.instruction,
             "frames": self.frames,
+            "frame_rule": "uniform",
+            "parser": choices.VERSION,
         }
 
     def samples(self, limit: int | None = None) -> Sequence[VideoSample]:

@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.eval.choices import parse_choice
@@ -57,6 +59,16 @@ COUNTS = ["3", "1", "4", "2"]
         ("Best Option: (B) Normal", "B"),
         ("Option C is correct.", "C"),
         ("Option (C) fits.", "C"),
+        ("Option B", "B"),
+        ("Option A is wrong. Option B is correct.", "B"),
+        ("(A) is incorrect. (B) is correct.", "B"),
+        ("(A) is wrong, which leaves (D).", "D"),
+        ("(A) is inside the house.", "A"),
+        ("B. It is not option A.", "B"),
+        ("B. Option A is wrong because of the door.", "B"),
+        ("I think the answer might be B", "B"),
+        ("Final Answer: $\\boxed{B}$", "B"),
+        ("So I choose option F.", "F"),
         ("B is the correct answer.", "B"),
         ("(A) looks wrong. The answer is (C).", "C"),
         ("The answer is A. No, wait. The answer is B.", "B"),
@@ -87,6 +99,15 @@ COUNTS = ["3", "1", "4", "2"]
         ("Answer: A man walks", None),
         ("Answer: Because", None),
         ("The answer is not B", None),
+        ("It is not option A.", None),
+        ("I would not choose B", None),
+        ("(A) is wrong.", None),
+        ("(A) isn't right.", None),
+        ("(A) is not the answer, (B) is", "B"),
+        ("Option A: Arson. Option B: Normal. Option C: Burglary.", None),
+        ("(A) Arson\n(B) Normal\n(C) Burglary\n(D) A man fighting", None),
+        ("A. Arson\nB. Normal\nC. Burglary\nAnswer: B", "B"),
+        ("A. Arson\nB. Normal\nC. Burglary\nso B", "B"),
         ("I am not sure.", None),
         ("Arson or vandalism", None),
         ("normally", None),
@@ -172,6 +193,15 @@ def test_only_the_letters_of_the_question():
 
 def test_equal_options_give_the_first_letter():
     assert parse_choice("twice", ["once", "twice", "twice"]) == "B"
+
+
+@given(st.text(alphabet="ABCFGabc ().:,\n\\*answer is option not so", max_size=40))
+def test_whatever_is_said_the_letter_is_one_of_the_question_s(text):
+    letter = parse_choice(text, SIX[:3])
+    assert letter in (None, "A", "B", "C")
+    assert letter is None or any(
+        word in text.casefold() for word in (letter.lower(), SIX["ABC".index(letter)].casefold())
+    )
 
 
 def test_bad_options():

@@ -98,6 +98,7 @@ def test_the_report_says_what_was_run_and_what_it_cost(roomy_vlm, ego_videos, tm
     report = evaluate(roomy_vlm, task, options, output=tmp_path / "out.jsonl", batch=2)
     assert report["task"] == "egoschema"
     assert report["settings"]["data"]["frames"] == 3
+    assert report["settings"]["data"]["instruction"] == egoschema.INSTRUCTION
     assert report["settings"]["dtype"] == "float32"
     assert report["settings"]["sampler"]["name"] == "lown"
     assert "guard" in report["settings"]["sampler"]["options"]
@@ -351,6 +352,17 @@ def test_a_log_hears_everything(roomy_vlm, ego_videos, tmp_path, monkeypatch):
         make_sample_log(3)
     with pytest.raises(UnknownNameError, match="wandb:offline"):
         make_sample_log("jsonl:x")
+
+
+def test_what_wandb_refuses_is_one_line(monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def init(**options):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(InvalidInputError, match=r"No API key.* wandb:offline"):
+        WandbSampleLog(mode="online").start({})
 
 
 def test_wandb_offline(roomy_vlm, ego_videos, tmp_path, monkeypatch):

@@ -111,6 +111,7 @@ def test_mlvu_prompts():
         "(B) Normal\n(C) Burglary\n(D) Fighting\n(E) Vandalism\n(F) Shooting"
     )
     dev = mlvu_of("mlvu_dev_mirror", "dev").samples()[2]
+    assert mlvu_of("mlvu_dev_mirror", "dev").data["instruction"].startswith("Only give")
     assert dev.question.endswith(
         "(A) 3\n(B) 1\n(C) 4\n(D) 2\nOnly give the best option.\nBest option: ("
     )
