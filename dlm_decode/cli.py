@@ -463,16 +463,16 @@ def _scenes(arguments: argparse.Namespace) -> Any:
 def _egoschema(arguments: argparse.Namespace) -> Any:
     from dlm_decode.eval import egoschema
 
-    return egoschema.load_task(arguments.data, **_video_options(arguments))
+    return egoschema.load_task(arguments.data, **_task_options(arguments))
 
 
 def _mlvu(arguments: argparse.Namespace) -> Any:
     from dlm_decode.eval import mlvu
 
-    return mlvu.load_task(arguments.data, split=arguments.split, **_video_options(arguments))
+    return mlvu.load_task(arguments.data, split=arguments.split, **_task_options(arguments))
 
 
-def _video_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _task_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from dlm_decode.media import DEFAULT_NUM_FRAMES
 
     return {
