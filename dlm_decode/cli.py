@@ -83,6 +83,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="tiny", help="shipped model, checkpoint folder or hub id (default: tiny)"
     )
+    parser.add_argument(
+        "--model-type", help="read the folder as this kind of model; see dlm-decode list models"
+    )
     parser.add_argument("--dtype", help="float32, bfloat16, float16 (default: the checkpoint's)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, mps")
     parser.add_argument("--device-map", help="auto, to spread a large model over devices")
@@ -102,6 +105,7 @@ def _load(arguments: argparse.Namespace) -> Any:
         device=arguments.device,
         device_map=arguments.device_map,
         attn_implementation=arguments.attn,
+        model_type=arguments.model_type,
     )
 
 
@@ -182,6 +186,41 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"sampler": samplers.make(spec), "stages": arguments.stage, **options}
 
 
+def _add_video_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--frames", "--max-frames", dest="max_frames", type=int, help="frames per video at most"
+    )
+    parser.add_argument("--fps", type=float, help="frames to take per second of a video")
+    parser.add_argument(
+        "--force-sample",
+        action="store_true",
+        default=None,
+        help="take --frames frames at even distances of every video, however short",
+    )
+    parser.add_argument(
+        "--frame-rate", type=float, help="frames per second of folders, which do not say it"
+    )
+    parser.add_argument(
+        "--time-instruction",
+        action="store_true",
+        default=None,
+        help="tell the model how long videos are and where their frames lie",
+    )
+    parser.add_argument("--think-mode", help="think, no_think or none, for models trained with it")
+
+
+def _video_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = (
+        "max_frames",
+        "fps",
+        "force_sample",
+        "frame_rate",
+        "time_instruction",
+        "think_mode",
+    )
+    return {name: getattr(arguments, name) for name in names}
+
+
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "Answer a question about images or videos.", _generate)
     _add_model_options(parser)
@@ -190,6 +229,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--video", action="append", default=[], help="video file or folder of frames; repeatable"
     )
+    _add_video_options(parser)
     _add_decoding_options(parser)
     parser.add_argument(
         "--stop", action="append", help="stop string, beside the model's own; repeatable"
@@ -241,6 +281,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         streamer=streamer,
         track=tracker,
         probe=arguments.probe,
+        **_video_options(arguments),
         **options,
     )
     if arguments.json:
