@@ -413,7 +413,7 @@ def _add_evaluate(commands: Any) -> None:
             type=Path,
             help="folder of the video files, or of folders of frames (default: beside --data)",
         )
-        task.add_argument("--frames", type=int, help="frames per video at most (default 32)")
+        _add_video_options(task)
         task.add_argument(
             "--instruction", help="line behind the options instead of the usual one; '' for none"
         )
@@ -449,6 +449,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     batch = arguments.default_batch if arguments.batch is None else arguments.batch
     runner.check_sizes(limit, batch)
     options = _decoding_options(arguments)
+    if hasattr(arguments, "max_frames"):
+        options.update(_video_options(arguments))
     runner.check_options(options)
     check_track(arguments.track)
     task = arguments.load_task(arguments)
@@ -482,7 +484,7 @@ def _apply_preset(arguments: argparse.Namespace) -> None:
         return
     if name not in PRESETS:
         raise UnknownNameError("preset", name, [*PRESETS, *DECODING])
-    if not hasattr(arguments, "frames"):
+    if not hasattr(arguments, "max_frames"):
         raise InvalidInputError(
             f"--preset {name} is for questions about videos; use it with egoschema or mlvu."
         )
@@ -514,11 +516,8 @@ def _mlvu(arguments: argparse.Namespace) -> Any:
 
 
 def _task_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    from dlm_decode.media import DEFAULT_NUM_FRAMES
-
     return {
         "videos": arguments.videos,
-        "frames": DEFAULT_NUM_FRAMES if arguments.frames is None else arguments.frames,
         "instruction": arguments.instruction,
         "is_blind": arguments.blind,
     }

@@ -25,7 +25,6 @@ from dlm_decode.eval.video_questions import (
     read_parquet,
     video_folder,
 )
-from dlm_decode.media import DEFAULT_NUM_FRAMES
 
 __all__ = ["HUB_ID", "INSTRUCTION", "EgoSchema", "load_task"]
 
@@ -53,7 +52,6 @@ def load_task(
     data: str | None = None,
     *,
     videos: str | Path | None = None,
-    frames: int = DEFAULT_NUM_FRAMES,
     instruction: str | None = None,
     is_blind: bool = False,
 ) -> EgoSchema:
@@ -64,7 +62,6 @@ def load_task(
             `questions.json` and `subset_answers.json` (GitHub layout).
         videos: folder of `<video id>.mp4`; by default `videos` in the folder of the annotations, or
             where lmms-eval puts those of the hub, in `egoschema/videos` of the hub's cache folder.
-        frames: at most so many per video.
         instruction: line behind the options; `INSTRUCTION` by default, `""` for none.
         is_blind: the videos are not needed.
 
@@ -81,9 +78,7 @@ def load_task(
 
         places = [folder / "videos", Path(HF_HOME) / "egoschema" / "videos"]
         root = video_folder(videos, source, places)
-    return EgoSchema(
-        questions, root, frames=frames, instruction=shown, split="subset", source=source
-    )
+    return EgoSchema(questions, root, instruction=shown, split="subset", source=source)
 
 
 def _read(folder: Path) -> list[tuple[str, str, list[str], int]]:

@@ -26,7 +26,6 @@ from dlm_decode.eval.video_questions import (
     right_letters,
     video_folder,
 )
-from dlm_decode.media import DEFAULT_NUM_FRAMES
 
 __all__ = ["SPLITS", "Mlvu", "SplitRules", "load_task"]
 
@@ -133,7 +132,6 @@ def load_task(
     *,
     split: Split = "test",
     videos: str | Path | None = None,
-    frames: int = DEFAULT_NUM_FRAMES,
     instruction: str | None = None,
     is_blind: bool = False,
 ) -> Mlvu:
@@ -147,7 +145,6 @@ def load_task(
         videos: folder of the files that the annotations name, in itself or in the published
             folders by task type; by default `video` or `videos` beside the annotations, or where
             lmms-eval puts those of the hub, in `mlvu` or `mlvu_test` of the hub's cache folder.
-        frames: at most so many per video.
         instruction: what follows the options; the split's own by default, `""` for none.
         is_blind: the videos are not needed.
 
@@ -172,7 +169,7 @@ def load_task(
         names = ("video", "videos", "MLVU/video", "MLVU_Test/video", rules.cache_name)
         places = [*(folder / name for name in names), Path(HF_HOME) / rules.cache_name]
         root = video_folder(videos, source, places)
-    return Mlvu(questions, root, split=split, frames=frames, instruction=shown, source=source)
+    return Mlvu(questions, root, split=split, instruction=shown, source=source)
 
 
 def _read(folder: Path, split: Split) -> list[dict[str, Any]]:

@@ -488,7 +488,7 @@ def _ask(
     )
     texts = out.text if isinstance(out.text, list) else [out.text]
     cost, kinds, steps = out.cost, _forwards_by_kind(out), _steps(out)
-    heads = _head_flops(out)
+    heads, rows = _head_flops(out), out.trajectory.run["rows"]
     return [
         {
             "text": text,
@@ -500,6 +500,7 @@ def _ask(
             "baseline_forwards": cost.row_baseline_forwards[row],
             "prompt_length": cost.prompt_lengths[row],
             "visual_tokens": cost.visual_tokens[row],
+            "frames": sum(len(video["indices"]) for video in rows[row]["videos"]),
             "forwards": kinds[row],
             "steps": steps[row],
             "seconds": cost.seconds_decode / len(shown),

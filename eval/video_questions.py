@@ -14,7 +14,6 @@ from dlm_decode.errors import InvalidInputError, MediaError
 from dlm_decode.eval import choices
 from dlm_decode.eval.choices import LETTERS, parse_choice, plain_text
 from dlm_decode.eval.runner import Task, summarise
-from dlm_decode.media import DEFAULT_NUM_FRAMES, open_frames
 
 __all__ = [
     "PRESETS",
@@ -30,7 +29,7 @@ __all__ = [
 
 PRESETS: dict[str, dict[str, Any]] = {
     "lown-paper": {
-        "frames": 32,
+        "max_frames": 32,
         "gen_length": 128,
         "steps": 128,
         "block_length": 32,
@@ -76,13 +75,12 @@ class VideoTask(Task[VideoSample]):
     Args:
         questions: all of them.
         videos: folder; `None` for a run that shows none.
-        frames: at most so many of each video, at even distances from the first to the last.
         instruction: what follows the options in every question, for the report.
         split: name of the part of the benchmark.
         source: where the questions are from, for the report.
 
     Raises:
-        InvalidInputError: no questions, ids that are not unique, or `frames` below 1.
+        InvalidInputError: no questions, or ids that are not unique.
     """
 
     metric: str
@@ -93,13 +91,10 @@ class VideoTask(Task[VideoSample]):
         questions: Sequence[VideoSample],
         videos: Path | None,
         *,
-        frames: int = DEFAULT_NUM_FRAMES,
         instruction: str = "",
         split: str,
         source: str,
     ) -> None:
-        if isinstance(frames, bool) or not isinstance(frames, int) or frames < 1:
-            raise InvalidInputError(f"frames must be a whole number of at least 1, got {frames!r}.")
         if not questions:
             raise InvalidInputError(f"{source!r} holds no questions.")
         ids = {question.id for question in questions}
@@ -109,14 +104,13 @@ class VideoTask(Task[VideoSample]):
             )
         self.questions = tuple(questions)
         self.videos = videos
-        self.frames = frames
         self.instruction = instruction
         self.split = split
         self.source = source
 
     @property
     def data(self) -> Any:
-        """Task, split, a hash of the questions with options and answers, frames, parser."""
+        """Task, split, a hash of the questions with options and answers, parser."""
         facts = [[q.id, q.kind, q.question, q.video, q.options, q.right] for q in self.questions]
         text = json.dumps(facts, ensure_ascii=False)
         return {
@@ -124,8 +118,6 @@ class VideoTask(Task[VideoSample]):
             "split": self.split,
             "questions": hashlib.sha256(text.encode()).hexdigest()[:16],
             "instruction": self.instruction,
-            "frames": self.frames,
-            "frame_rule": "uniform",
             "parser": choices.VERSION,
         }
 
@@ -134,15 +126,14 @@ class VideoTask(Task[VideoSample]):
         return self.questions[:limit]
 
     def media(self, sample: VideoSample) -> dict[str, list[Any]]:
-        """The frames.
+        """The file, or the folder of frames; which of them are taken is an option of `generate`.
 
         Raises:
-            MediaError: no such file, or one that cannot be decoded.
+            MediaError: there is none.
         """
         if self.videos is None:
             raise MediaError(f"no folder of videos to find {sample.video!r} in.")
-        path = find_video(self.videos, sample.video, sample.folders)
-        return {"videos": [open_frames(path, self.frames)]}
+        return {"videos": [find_video(self.videos, sample.video, sample.folders)]}
 
     def judge(self, sample: VideoSample, text: str) -> dict[str, Any]:
         """The letter that was chosen, `None` if there is none to read, and whether it is right."""
