@@ -82,7 +82,8 @@ class VideoTask(Task[VideoSample]):
         source: where the questions are from, for the report.
 
     Raises:
-        InvalidInputError: no questions, ids that are not unique, or `frames` below 1.
+        InvalidInputError: no questions, ids that are not unique, no options to choose from, or
+            `frames` below 1.
     """
 
     metric: str
@@ -107,6 +108,12 @@ class VideoTask(Task[VideoSample]):
             raise InvalidInputError(
                 f"{source!r} holds {len(questions)} questions with only {len(ids)} different ids."
             )
+        for question in questions:
+            if not 2 <= len(question.options) <= len(LETTERS):
+                raise InvalidInputError(
+                    f"question {question.id!r} of {source!r} has {len(question.options)} options; "
+                    "a choice needs 2 to 26."
+                )
         self.questions = tuple(questions)
         self.videos = videos
         self.frames = frames
