@@ -218,7 +218,7 @@ def _read(folder: Path, split: Split) -> list[dict[str, Any]]:
 
 
 def _sample(row: dict[str, Any], rules: SplitRules, split: Split, instruction: str) -> VideoSample:
-    options = tuple(map(str, row["candidates"]))
+    options = tuple(map(str, row["candidates"] or ()))
     kind = _SAME_TYPE.get(row["type"], row["type"]) if split == "dev" else row["type"]
     if kind not in rules.types:
         raise UnknownNameError(f"task type of MLVU's {split} split", str(kind), rules.types)

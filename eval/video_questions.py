@@ -80,7 +80,7 @@ class VideoTask(Task[VideoSample]):
         source: where the questions are from, for the report.
 
     Raises:
-        InvalidInputError: no questions, or ids that are not unique.
+        InvalidInputError: no questions, ids that are not unique, or no options to choose from.
     """
 
     metric: str
@@ -102,6 +102,12 @@ class VideoTask(Task[VideoSample]):
             raise InvalidInputError(
                 f"{source!r} holds {len(questions)} questions with only {len(ids)} different ids."
             )
+        for question in questions:
+            if not 2 <= len(question.options) <= len(LETTERS):
+                raise InvalidInputError(
+                    f"question {question.id!r} of {source!r} has {len(question.options)} options; "
+                    "a choice needs 2 to 26."
+                )
         self.questions = tuple(questions)
         self.videos = videos
         self.instruction = instruction

@@ -188,6 +188,23 @@ def test_answers_are_appended_one_by_one_and_a_run_resumes(
     assert resumed["settings"] == whole["settings"]
 
 
+def test_questions_of_a_batch_that_fails_are_written_one_by_one(
+    roomy_vlm, ego_videos, tmp_path, monkeypatch
+):
+    path, plain, seen = tmp_path / "out.jsonl", roomy_vlm.generate, []
+
+    def generate(prompt, **options):
+        seen.append((len(prompt), len(lines_of(path))))
+        if len(prompt) > 1:
+            raise RuntimeError("out of memory")
+        return plain(prompt, **options)
+
+    monkeypatch.setattr(roomy_vlm, "generate", generate)
+    report = evaluate(roomy_vlm, ego_task(ego_videos), SHORT, output=path, batch=3)
+    assert seen == [(3, 1), (1, 1), (1, 2), (1, 3)]
+    assert report["errors"] == 0
+
+
 def test_other_frames_or_questions_do_not_mix(roomy_vlm, ego_videos, tmp_path):
     path = tmp_path / "out.jsonl"
     evaluate(roomy_vlm, ego_task(ego_videos), SHORT, output=path, limit=1)

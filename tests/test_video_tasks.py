@@ -161,6 +161,8 @@ def test_ids_that_repeat_are_told_apart(tmp_path):
     [
         ([{**ROW, "question_type": "counts"}], UnknownNameError, "Did you mean 'count'"),
         ([{k: v for k, v in ROW.items() if k != "answer"}], InvalidInputError, "lacks 'answer'"),
+        ([{**ROW, "candidates": None}], InvalidInputError, "has 0 options"),
+        ([{**ROW, "candidates": ["2"]}], InvalidInputError, "has 1 options"),
         ({"a": 1}, InvalidInputError, "no list of questions"),
         ([], InvalidInputError, "no questions"),
     ],
