@@ -13,11 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["IMAGE_TOKEN_ID", "Canvas", "Prompt", "VisualSpan"]
+__all__ = ["IMAGE_TOKEN_ID", "NO_FRAME", "Canvas", "Prompt", "VisualSpan"]
 
 IMAGE_TOKEN_ID = -200
 """Stands in prompt ids for one image or video, and for each of its visual tokens after
 expansion."""
+
+NO_FRAME = -1
+"""Frame number of positions that belong to no picture."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class VisualSpan:
         frames: number of video frames (1 for an image).
         sections: `(start, rows, columns, has_newline)` of each rectangular part, start relative to
             the span; rows x columns counts patches, `has_newline` says that a newline vector ends
-            each row.
+            each row. A video has one for each frame, an image one for each group of patches.
     """
 
     start: int
@@ -55,6 +58,8 @@ class Prompt:
         position_ids: `(P,)` rotary positions; 0..P-1 when `None`. A stage that drops tokens may
             keep the old numbers.
         end_position: rotary position of the first canvas token; P when `None`.
+        frame_ids: `(P,)` long, what `frames` returns; read from `spans` when `None`. A stage that
+            drops tokens keeps the numbers of those that stay.
     """
 
     embeds: Tensor
@@ -63,6 +68,7 @@ class Prompt:
     spans: tuple[VisualSpan, ...] = ()
     position_ids: Tensor | None = None
     end_position: int | None = None
+    frame_ids: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -79,6 +85,29 @@ class Prompt:
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.length, device=self.embeds.device)
+
+    def frames(self) -> Tensor:
+        """`(P,)` long: the number of the frame that each position belongs to, -1 for text.
+
+        Frames are counted from 0 through all videos of the prompt, newline vectors with the frame
+        in front of them; an image counts as one frame, whatever its tiles.
+
+        Source: VidLaDA's program, which differs where one newline vector ends a whole video: it
+        cuts such a video into equal parts.
+        """
+        if self.frame_ids is not None:
+            return self.frame_ids
+        numbers = torch.full_like(self.ids, NO_FRAME)
+        number = 0
+        for span in self.spans:
+            end = span.start + span.length
+            starts = [span.start]
+            if span.modality == "video":
+                starts = [span.start + section[0] for section in span.sections] or starts
+            for start, stop in zip(starts, [*starts[1:], end], strict=True):
+                numbers[start:stop] = number
+                number += 1
+        return numbers
 
     @property
     def next_position(self) -> int:

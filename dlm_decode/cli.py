@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from dlm_decode.errors import DlmError, InvalidInputError
+from dlm_decode.errors import DlmError, InvalidInputError, UnknownNameError
 
 __all__ = ["main"]
 
@@ -83,6 +83,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", default="tiny", help="shipped model, checkpoint folder or hub id (default: tiny)"
     )
+    parser.add_argument(
+        "--model-type", help="read the folder as this kind of model; see dlm-decode list models"
+    )
     parser.add_argument("--dtype", help="float32, bfloat16, float16 (default: the checkpoint's)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, mps")
     parser.add_argument("--device-map", help="auto, to spread a large model over devices")
@@ -102,6 +105,7 @@ def _load(arguments: argparse.Namespace) -> Any:
         device=arguments.device,
         device_map=arguments.device_map,
         attn_implementation=arguments.attn,
+        model_type=arguments.model_type,
     )
 
 
@@ -140,7 +144,11 @@ def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, help="only tokens up to this probability take part")
     parser.add_argument("--cfg-scale", type=float, help="classifier-free guidance")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--preset", help="official: the official program with its quirks")
+    parser.add_argument(
+        "--preset",
+        help="official: the official program with its quirks; "
+        "eval egoschema and eval mlvu also know lown-paper",
+    )
     parser.add_argument(
         "--eos-last", action="store_true", default=None, help="commit end-of-sequence tokens last"
     )
@@ -178,6 +186,41 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"sampler": samplers.make(spec), "stages": arguments.stage, **options}
 
 
+def _add_video_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--frames", "--max-frames", dest="max_frames", type=int, help="frames per video at most"
+    )
+    parser.add_argument("--fps", type=float, help="frames to take per second of a video")
+    parser.add_argument(
+        "--force-sample",
+        action="store_true",
+        default=None,
+        help="take --frames frames at even distances of every video, however short",
+    )
+    parser.add_argument(
+        "--frame-rate", type=float, help="frames per second of folders, which do not say it"
+    )
+    parser.add_argument(
+        "--time-instruction",
+        action="store_true",
+        default=None,
+        help="tell the model how long videos are and where their frames lie",
+    )
+    parser.add_argument("--think-mode", help="think, no_think or none, for models trained with it")
+
+
+def _video_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    names = (
+        "max_frames",
+        "fps",
+        "force_sample",
+        "frame_rate",
+        "time_instruction",
+        "think_mode",
+    )
+    return {name: getattr(arguments, name) for name in names}
+
+
 def _add_generate(commands: Any) -> None:
     parser = _command(commands, "generate", "Answer a question about images or videos.", _generate)
     _add_model_options(parser)
@@ -186,6 +229,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument(
         "--video", action="append", default=[], help="video file or folder of frames; repeatable"
     )
+    _add_video_options(parser)
     _add_decoding_options(parser)
     parser.add_argument(
         "--stop", action="append", help="stop string, beside the model's own; repeatable"
@@ -237,6 +281,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         streamer=streamer,
         track=tracker,
         probe=arguments.probe,
+        **_video_options(arguments),
         **options,
     )
     if arguments.json:
@@ -343,39 +388,139 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _add_evaluate(commands: Any) -> None:
-    parser = _command(commands, "eval", "Measure accuracy on held-out questions.", _evaluate)
-    parser.add_argument(
-        "task", choices=("scenes",), help="scenes: generated pictures with known answers"
+    text = "Measure accuracy and cost on the questions of a task."
+    parser = commands.add_parser("eval", help=text, description=text, allow_abbrev=False)
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK")
+    scenes = _command(
+        tasks, "scenes", "Generated pictures with known answers, held out.", _evaluate
     )
-    _add_model_options(parser)
-    _add_decoding_options(parser)
-    parser.add_argument(
-        "--limit", type=int, default=1000, help="number of questions (default 1000)"
+    scenes.set_defaults(load_task=_scenes)
+    ego = _command(
+        tasks, "egoschema", "EgoSchema: 500 questions, five options, accuracy.", _evaluate
     )
-    parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
-    parser.add_argument("--blind", action="store_true", help="do not show the pictures")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        help="JSON lines, one per question; a run resumes from it",
+    ego.set_defaults(load_task=_egoschema)
+    mlvu = _command(
+        tasks, "mlvu", "MLVU: six or four options, mean accuracy over task types.", _evaluate
     )
+    mlvu.set_defaults(load_task=_mlvu)
+    mlvu.add_argument("--split", default="test", help="test (502 questions) or dev (2175)")
+    for task in (ego, mlvu):
+        task.add_argument(
+            "--data", help="folder or hub id of the annotations (default: a public hub id)"
+        )
+        task.add_argument(
+            "--videos",
+            type=Path,
+            help="folder of the video files, or of folders of frames (default: beside --data)",
+        )
+        _add_video_options(task)
+        task.add_argument(
+            "--instruction", help="line behind the options instead of the usual one; '' for none"
+        )
+    for task, limit, batch in ((scenes, 1000, 32), (ego, None, 1), (mlvu, None, 1)):
+        _add_model_options(task)
+        _add_decoding_options(task)
+        task.set_defaults(default_limit=limit, default_batch=batch)
+        task.add_argument(
+            "--limit", type=int, help=f"number of questions (default {limit or 'all'})"
+        )
+        task.add_argument("--batch", type=int, help=f"questions per batch (default {batch})")
+        task.add_argument("--blind", action="store_true", help="show neither pictures nor videos")
+        task.add_argument(
+            "--track",
+            action="append",
+            default=[],
+            help="wandb, wandb:offline, trackio; repeatable",
+        )
+        task.add_argument(
+            "--output",
+            type=Path,
+            required=True,
+            help="JSON lines, one per question; a run resumes from it. The report goes beside it",
+        )
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from dlm_decode.eval.run_scenes import evaluate_scenes
+    from dlm_decode.eval import runner
+    from dlm_decode.eval.sample_log import check_track
 
+    _apply_preset(arguments)
+    limit = arguments.default_limit if arguments.limit is None else arguments.limit
+    batch = arguments.default_batch if arguments.batch is None else arguments.batch
+    runner.check_sizes(limit, batch)
     options = _decoding_options(arguments)
-    report = evaluate_scenes(
+    if hasattr(arguments, "max_frames"):
+        options.update(_video_options(arguments))
+    runner.check_options(options)
+    check_track(arguments.track)
+    task = arguments.load_task(arguments)
+    report = runner.evaluate(
         _load(arguments),
+        task,
         options,
         output=arguments.output,
-        limit=arguments.limit,
-        batch=arguments.batch,
+        limit=limit,
+        batch=batch,
         is_blind=arguments.blind,
+        track=arguments.track,
     )
-    print(json.dumps(report, indent=2))
-    return 0
+    print(json.dumps(report, indent=2, ensure_ascii=False))
+    if report["errors"]:
+        print(
+            f"dlm-decode: {report['errors']} of {report['questions']} questions could not be "
+            f"answered and count as wrong; the first: {report['first_error']}",
+            file=sys.stderr,
+        )
+    return int(report["errors"] == report["questions"])
+
+
+def _apply_preset(arguments: argparse.Namespace) -> None:
+    """Fills in what a preset for evaluations says; what is given beside it wins."""
+    from dlm_decode.eval.video_questions import PRESETS
+    from dlm_decode.settings import PRESETS as DECODING
+
+    name = arguments.preset
+    if name is None or name in DECODING:
+        return
+    if name not in PRESETS:
+        raise UnknownNameError("preset", name, [*PRESETS, *DECODING])
+    if not hasattr(arguments, "max_frames"):
+        raise InvalidInputError(
+            f"--preset {name} is for questions about videos; use it with egoschema or mlvu."
+        )
+    arguments.preset = None
+    has_steps = any(
+        getattr(arguments, key) is not None for key in ("steps", "steps_per_block", "step_ratio")
+    )
+    for key, value in PRESETS[name].items():
+        if getattr(arguments, key) is None and not (key == "steps" and has_steps):
+            setattr(arguments, key, value)
+
+
+def _scenes(arguments: argparse.Namespace) -> Any:
+    from dlm_decode.eval.run_scenes import SCENES
+
+    return SCENES
+
+
+def _egoschema(arguments: argparse.Namespace) -> Any:
+    from dlm_decode.eval import egoschema
+
+    return egoschema.load_task(arguments.data, **_task_options(arguments))
+
+
+def _mlvu(arguments: argparse.Namespace) -> Any:
+    from dlm_decode.eval import mlvu
+
+    return mlvu.load_task(arguments.data, split=arguments.split, **_task_options(arguments))
+
+
+def _task_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "videos": arguments.videos,
+        "instruction": arguments.instruction,
+        "is_blind": arguments.blind,
+    }
 
 
 def _add_compare(commands: Any) -> None:

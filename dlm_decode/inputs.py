@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from dlm_decode.canvas import Prompt
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.media import open_frames, open_image
+from dlm_decode.media import open_image
+from dlm_decode.settings import Settings
+from dlm_decode.video import open_video
 
 if TYPE_CHECKING:
     from dlm_decode.models.base import DiffusionModel
@@ -31,6 +33,7 @@ class RowInput:
         image_sizes: `(width, height)` of each image before preprocessing.
         modalities: `"image"` or `"video"` per entry.
         embeds: `(P, D)` ready embeddings.
+        videos: which frames were taken of each video, for records.
     """
 
     question: str | None = None
@@ -39,6 +42,7 @@ class RowInput:
     image_sizes: Sequence[tuple[int, int]] | None = None
     modalities: Sequence[str] | None = None
     embeds: Tensor | None = None
+    videos: Sequence[dict[str, Any]] = ()
 
     @property
     def num_tiles(self) -> int:
@@ -56,7 +60,8 @@ def rows_from_text(
     images: Any,
     videos: Any,
     is_batch: bool,
-    drops_token: bool,
+    settings: Settings,
+    is_timed: bool = False,
 ) -> list[RowInput]:
     """Prepares text prompts with their images and videos.
 
@@ -67,14 +72,17 @@ def rows_from_text(
             `None`.
         videos: likewise.
         is_batch: whether `prompts` came as a list.
-        drops_token: as the official evaluation does, lose a token after each image and stack padded
-            images.
+        settings: which frames of videos are taken, and what the prompt says beside the question.
+            With the official presets a token after each image is lost and padded images are
+            stacked, as in the official evaluation.
+        is_timed: see `open_video`.
 
     Raises:
         InvalidInputError: an empty prompt, or as many media entries as rows are not there.
         MediaError: an image or video that cannot be read.
     """
     rows = []
+    drops_token = settings.quirks.drops_token_after_image
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str) or not prompt.strip():
             raise InvalidInputError(
@@ -83,10 +91,16 @@ def rows_from_text(
             )
         row_images = _media_of_row(images, index, len(prompts), is_batch, "images")
         row_videos = _media_of_row(videos, index, len(prompts), is_batch, "videos")
+        clips = [
+            open_video(video, settings.frame_sampling, is_timed=is_timed) for video in row_videos
+        ]
+        notes = [clip.time_instruction() for clip in clips] if settings.time_instruction else []
         inputs = processor(
             prompt,
             images=[open_image(image) for image in row_images],
-            videos=[open_frames(video) for video in row_videos],
+            videos=[clip.frames for clip in clips],
+            video_notes=notes,
+            think_mode=settings.think_mode,
             official_token_drop=drops_token,
             stack_images=drops_token,
         )
@@ -97,6 +111,7 @@ def rows_from_text(
                 pixel_values=inputs.pixel_values,
                 image_sizes=inputs.image_sizes,
                 modalities=inputs.modalities,
+                videos=[clip.to_dict() for clip in clips],
             )
         )
     return rows

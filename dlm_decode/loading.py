@@ -34,6 +34,7 @@ def load(
     eos_token_id: int | None = None,
     stop_token_ids: Sequence[int] | None = None,
     suppress_token_ids: Sequence[int] | None = None,
+    model_type: str | None = None,
 ) -> DiffusionVlm:
     """Loads a model with its tokenizer and image processing.
 
@@ -48,6 +49,8 @@ def load(
         eos_token_id: end of sequence.
         stop_token_ids: ids that end a response.
         suppress_token_ids: ids that are never proposed.
+        model_type: reads the folder as this kind of model (`dlm_decode.models.names()`), whatever
+            its config says.
 
     Raises:
         CheckpointError: an incomplete or contradictory folder.
@@ -58,7 +61,7 @@ def load(
         raise InvalidInputError("device and device_map exclude each other; pass one of them.")
     name = str(name_or_path)
     path = str(_DATA / name) if name in shipped_models() else name
-    processor = models.load_processor(path)
+    processor = models.load_processor(path, model_type)
     model = models.load_model(
         path,
         dtype=dtype,
@@ -69,6 +72,7 @@ def load(
         eos_token_id=eos_token_id,
         stop_token_ids=stop_token_ids,
         suppress_token_ids=suppress_token_ids,
+        model_type=model_type,
     )
     if processor is not None and processor.num_tokens > model.special_ids.mask:
         model.num_valid_tokens = processor.num_tokens

@@ -1,8 +1,7 @@
-"""Images and videos from files, arrays and PIL, in one form: RGB pictures the right way up."""
+"""Images from files, arrays and PIL, in one form: RGB pictures the right way up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from dlm_decode.errors import MediaError
 
-__all__ = ["open_frames", "open_image", "uniform_indices"]
+__all__ = ["IMAGE_SUFFIXES", "open_image"]
 
-_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
-DEFAULT_NUM_FRAMES = 32
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 
 
 def open_image(source: Any) -> Image.Image:
@@ -104,74 +102,3 @@ def _to_bytes(values: np.ndarray, mode: str) -> np.ndarray:
         limits = (1.0, 255.0, 65535.0) if mode == "F" else (255.0, 65535.0)
         top = next((limit for limit in limits if values.max() <= limit), 65535.0)
     return (values.clip(0, top) * (255 / top)).round().astype(np.uint8)
-
-
-def uniform_indices(total: int, count: int) -> list[int]:
-    """`count` of `total` frame numbers, evenly spaced from first to last; all if fewer exist."""
-    if total <= count:
-        return list(range(total))
-    return np.linspace(0, total - 1, count, dtype=int).tolist()
-
-
-def open_frames(source: Any, num_frames: int = DEFAULT_NUM_FRAMES) -> list[Image.Image]:
-    """Frames of a video, RGB, at most `num_frames` at even distances.
-
-    Args:
-        source: a video file (needs PyAV), a folder of image files in name order, a list of images,
-            or an array `(F, H, W, 3)`.
-        num_frames: upper limit; a list or an array is taken whole.
-
-    Raises:
-        MediaError: nothing to read, or unreadable; the message names the source and the reason.
-    """
-    if isinstance(source, np.ndarray):
-        if source.ndim != 4 or source.shape[0] == 0:
-            raise MediaError(
-                f"a video array must be (F, H, W, 3) with at least one frame, got {source.shape}."
-            )
-        return [open_image(frame) for frame in source]
-    if isinstance(source, Sequence) and not isinstance(source, str):
-        if not source:
-            raise MediaError("a video given as a list has no frames.")
-        return [open_image(frame) for frame in source]
-    if not isinstance(source, (str, Path)):
-        raise MediaError(
-            f"a video must be a path, a list of images or an array, got {type(source).__name__}."
-        )
-    path = Path(source)
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix.lower() in _IMAGE_SUFFIXES)
-        if not files:
-            raise MediaError(f"the folder {str(path)!r} holds no image files to use as frames.")
-        return [open_image(files[index]) for index in uniform_indices(len(files), num_frames)]
-    if not path.exists():
-        raise MediaError(f"no video at {str(path)!r}.")
-    return _decode_video(path, num_frames)
-
-
-def _decode_video(path: Path, num_frames: int) -> list[Image.Image]:
-    try:
-        import av
-        from av.error import FFmpegError
-    except ImportError:
-        raise MediaError(
-            f"reading the video file {str(path)!r} needs PyAV; install dlm-decode[video], or pass "
-            "a folder of frames."
-        ) from None
-    try:
-        # Counted first: containers give wrong frame counts or none, and all frames as pictures may
-        # not fit in memory.
-        with av.open(str(path)) as container:
-            total = sum(1 for _ in container.decode(video=0))
-        wanted = set(uniform_indices(total, num_frames))
-        with av.open(str(path)) as container:
-            frames = [
-                frame.to_image()
-                for index, frame in enumerate(container.decode(video=0))
-                if index in wanted
-            ]
-    except (FFmpegError, IndexError, OSError) as error:
-        raise MediaError(f"cannot decode video {str(path)!r} with PyAV: {error}.") from error
-    if not frames:
-        raise MediaError(f"the video {str(path)!r} has no frames.")
-    return [_to_rgb(frame) for frame in frames]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memory
-from dlm_decode.canvas import Canvas, Prompt
+from dlm_decode.canvas import NO_FRAME, Canvas, Prompt
 from dlm_decode.confidence import PreviousLogProb, Proposal, drop_unlikely, propose
 from dlm_decode.cost import CostMeter, forward_flops
 from dlm_decode.settings import Settings
@@ -91,6 +91,7 @@ class _Layout:
     """Left-padded prompts of one view. `lengths` are real lengths on the host."""
 
     embeds: Tensor
+    frames: Tensor
     positions: Tensor
     is_real: Tensor
     next_position: Tensor
@@ -161,7 +162,8 @@ class Predictor:
         self._log_probs: dict[View, _ViewLogProb] = {}
         self._layouts: dict[View, _Layout] = {}
         self._forward_costs: dict[View, Tensor] = {}
-        # By row: positions of the last forward, and how many of them stand in front of the canvas.
+        # By row: positions that noise is drawn for (of the last forward or of the block), and how
+        # many of them stand in front of the canvas.
         self._drawn: dict[int, tuple[int, int]] = {}
         self.baseline_flops = baseline_flops
         self._noise_dtype = torch.float32 if self.device.type == "mps" else torch.float64
@@ -229,6 +231,8 @@ class Predictor:
             feeds = dict.fromkeys(rows, (FULL_FEED,))
         else:
             feeds = cache.plan(rows, blocks, self._layout(view).lengths)
+        if blocks is not None and self.settings.quirks.random_stream == "block":
+            self._note_blocks(rows, blocks.tolist())
         log_prob = self._view_log_prob(view, asked) if is_charged and "kl" in statistics else None
         for group in dict.fromkeys(feeds.values()):
             own = [row for row in rows if feeds[row] == group]
@@ -373,7 +377,7 @@ class Predictor:
         for row in positions.any(dim=1).nonzero()[:, 0].tolist():
             places = positions[row].nonzero()[:, 0]
             length, front = self.canvas.width, 0
-            if stream == "full":
+            if stream in ("full", "block"):
                 length, front = self._drawn.get(row) or self._whole(row)
             elif stream == "masked":
                 length = len(places)
@@ -432,7 +436,7 @@ class Predictor:
         prompt, canvas = layout.embeds[index, crop:], self._canvas_embeds(index)
         num_rows, tail = len(rows), self.canvas.width + self.num_suffix
         suffix = [] if self._suffix is None else [self._suffix.expand(num_rows, -1, -1)]
-        embeds = torch.cat([prompt, canvas, *suffix], dim=1)
+        embeds, frames = torch.cat([prompt, canvas, *suffix], dim=1), layout.frames[index, crop:]
         offsets = torch.arange(tail, device=self.device)
         positions = torch.cat(
             [layout.positions[index, crop:], layout.next_position[index, None] + offsets], dim=1
@@ -445,6 +449,7 @@ class Predictor:
             masked = torch.cat([self._mask_embed.expand_as(prompt), canvas, *suffix], dim=1)
             masked[:, prompt.shape[1] : prompt.shape[1] + self.canvas.lead] = self._mask_embed
             embeds, positions = torch.cat([embeds, masked]), torch.cat([positions, positions])
+            frames = torch.cat([frames, torch.full_like(frames, NO_FRAME)])
             key_mask = None if key_mask is None else torch.cat([key_mask, key_mask])
 
         start, columns, total = torch.zeros(num_rows, dtype=torch.long), None, embeds.shape[1]
@@ -457,6 +462,7 @@ class Predictor:
             embeds=embeds,
             positions=positions,
             key_mask=key_mask,
+            frames=frames,
             rows=index,
             columns=columns,
             start=start,
@@ -490,14 +496,14 @@ class Predictor:
         for row, wanted in zip(rows, columns.split(counts), strict=True):
             if quirks.token_sampling == "categorical":
                 yield len(wanted), {"generator": self.generators[row]}
-            elif quirks.random_stream == "full":
+            elif quirks.random_stream != "rows":
                 yield len(wanted), {"uniform": self._noise_of_whole_row(row, wanted)}
             else:
                 for part in wanted.split(_NOISE_CHUNK):
                     yield len(part), {"uniform": self._uniform_numbers(row, len(part), size)}
 
     def _noise_of_whole_row(self, row: int, columns: Tensor) -> Tensor:
-        """Draws for every position that was fed, and keeps the asked columns."""
+        """Draws for every position that `_note_drawn` noted, and keeps the asked columns."""
         length, front = self._drawn[row]
         wanted = columns + front
         kept = []
@@ -511,10 +517,18 @@ class Predictor:
 
     def _note_drawn(self, rows: Sequence[int], feed: Feed, batch: _Batch) -> None:
         """Keeps what programs that draw for all of a forward's positions draw for."""
+        if self.settings.quirks.random_stream == "block":
+            return
         for row in rows:
             self._drawn[row] = (
                 self._whole(row) if feed.first is None else (batch.num_fed, -feed.first)
             )
+
+    def _note_blocks(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Keeps what programs that draw for all of a block's positions draw for."""
+        for row in rows:
+            first, last = self.settings.blocks.bounds[blocks[row]]
+            self._drawn[row] = (last - first, -first - self.canvas.lead)
 
     def _whole(self, row: int) -> tuple[int, int]:
         length = self.sequence_lengths(FULL)[row]
@@ -587,11 +601,12 @@ class Predictor:
 
 @dataclass(frozen=True)
 class _Batch:
-    """One forward's input; R rows, doubled by guidance in the first three and in `columns`."""
+    """One forward's input; R rows, doubled by guidance in the first four and in `columns`."""
 
     embeds: Tensor
     positions: Tensor
     key_mask: Tensor | None
+    frames: Tensor  # (R, num_prompt), see `Prompt.frames`
     rows: Tensor  # (R,)
     columns: Tensor | None  # (R, n) sequence columns that are fed; None for all
     start: Tensor  # (R,) on the host: sequence column of the first fed position
@@ -666,6 +681,7 @@ class _ViewCache:
                 num_rows=self._num_rows * self._passes,
                 columns=batch.columns,
                 num_prompt=batch.canvas_start,
+                frames=batch.frames,
             )
         )
 
@@ -727,6 +743,7 @@ def _without_tail(prompt: Prompt, count: int) -> Prompt:
         is_visual=prompt.is_visual[:keep],
         position_ids=prompt.positions()[:keep],
         end_position=prompt.next_position - count,
+        frame_ids=prompt.frames()[:keep],
     )
 
 
@@ -738,6 +755,7 @@ def _text_only(prompt: Prompt, view: View) -> Prompt:
         ids=prompt.ids[keep],
         is_visual=prompt.is_visual[keep],
         spans=(),
+        frame_ids=None,
     )
     if view.positions == "packed":
         return replace(text, position_ids=None, end_position=None)
@@ -751,10 +769,12 @@ def _pad_left(prompts: Sequence[Prompt]) -> _Layout:
     embeds = first.new_zeros(num_rows, longest, first.shape[-1])
     positions = torch.zeros(num_rows, longest, dtype=torch.long, device=first.device)
     is_real = torch.zeros(num_rows, longest, dtype=torch.bool, device=first.device)
+    frames = torch.full_like(positions, NO_FRAME)
     for row, prompt in enumerate(prompts):
         start = longest - prompt.length
         embeds[row, start:] = prompt.embeds
         positions[row, start:] = prompt.positions()
         is_real[row, start:] = True
+        frames[row, start:] = prompt.frames()
     ends = torch.tensor([prompt.next_position for prompt in prompts], device=first.device)
-    return _Layout(embeds, positions, is_real, ends, lengths)
+    return _Layout(embeds, frames, positions, is_real, ends, lengths)

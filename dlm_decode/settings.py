@@ -12,10 +12,12 @@ from dlm_decode import quota
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.quota import DEFAULT_SCHEDULE, QuotaSchedule
 from dlm_decode.schedule import BlockSchedule
+from dlm_decode.video import FrameSampling
 
 __all__ = ["DEFAULT_QUIRKS", "OFFICIAL_QUIRKS", "PRESETS", "Quirks", "Settings", "resolve_settings"]
 
 DEFAULT_GEN_LENGTH = 64
+THINK_MODES = ("none", "think", "no_think")
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,16 @@ class Settings:
         seed: seed of each row's random generator: one number for every row, or one per row.
         eos_last: end-of-sequence ids may be predicted, but are committed only when nothing else is
             left to commit.
-        preset: `"official"`, `"lavida"` and `"lavida_dream"` reproduce a model's own program with
-            its quirks; `None` has them fixed. The others of `PRESETS` come with samplers that
-            reproduce a program.
+        preset: `"official"`, `"lavida"`, `"lavida_dream"` and `"vidlada"` reproduce a model's own
+            program with its quirks; `None` has them fixed. The others of `PRESETS` come with
+            samplers that reproduce a program.
+        max_frames: frames that are taken of a video at most; here and below, see `FrameSampling`.
+        fps: frames per second to take of a video; `None` for every frame.
+        force_sample: take `max_frames` of every video, at even distances.
+        frame_rate: frames per second of folders, lists and arrays of frames.
+        time_instruction: tell the model how long each video is and where its frames lie.
+        think_mode: `"think"` or `"no_think"` asks a model that knows the words to think aloud or
+            not; `"none"` says nothing.
     """
 
     gen_length: int = DEFAULT_GEN_LENGTH
@@ -53,6 +62,12 @@ class Settings:
     seed: int | tuple[int, ...] = 0
     eos_last: bool = False
     preset: str | None = None
+    max_frames: int = FrameSampling.max_frames
+    fps: float | None = None
+    force_sample: bool = False
+    frame_rate: float | None = None
+    time_instruction: bool = False
+    think_mode: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("temperature", "cfg_scale"):
@@ -79,19 +94,39 @@ class Settings:
             raise InvalidInputError(
                 f"seed must be whole numbers from 0 to 2**63 - 1, got {self.seed!r}."
             )
-        _ = self.blocks, self.quotas
+        if not isinstance(self.time_instruction, bool):
+            raise InvalidInputError(
+                f"time_instruction must be True or False, got {self.time_instruction!r}."
+            )
+        if self.think_mode not in THINK_MODES:
+            raise UnknownNameError("think_mode", str(self.think_mode), THINK_MODES)
+        _ = self.blocks, self.quotas, self.frame_sampling
 
     @property
     def blocks(self) -> BlockSchedule:
         """Blocks and steps per block."""
         return BlockSchedule(
-            self.gen_length, self.steps, self.block_length, is_strict=self.preset == "official"
+            self.gen_length,
+            self.steps,
+            self.block_length,
+            is_strict=self.quirks.refuses_remainders,
         )
 
     @property
     def quotas(self) -> QuotaSchedule:
         """Positions per step."""
         return quota.make(self.schedule)
+
+    @property
+    def frame_sampling(self) -> FrameSampling:
+        """Which frames of a video are taken."""
+        return FrameSampling(
+            self.max_frames,
+            self.fps,
+            self.force_sample,
+            self.frame_rate,
+            has_drifting_times=self.quirks.has_drifting_times,
+        )
 
     @property
     def num_likeliest(self) -> int | None:
@@ -117,9 +152,9 @@ class Quirks:
         stop_rule: `"earliest"` honours every stop sequence; `"listed"` keeps the first match in
             list order, after which only the first listed sequence can move the stop.
         random_stream: `"rows"` draws noise for the asked positions only, so that a row is
-            independent of its batch; `"full"` draws for every position that a forward feeds, as
-            the programs of LLaDA and LLaDA-V consume their generator; `"masked"` one number per
-            eligible position, as Dream's does.
+            independent of its batch; `"full"` draws for every position that a forward feeds and
+            `"block"` for every position of the block, as the programs of LLaDA-V and of VidLaDA
+            consume their generator; `"masked"` one number per eligible position, as Dream's does.
         token_sampling: `"gumbel"` adds noise to the logits and measures confidences without it;
             `"categorical"` draws from the distribution at the temperature, and measures there.
         has_default_stops: the model's own stop ids apply when no stop is given.
@@ -129,19 +164,23 @@ class Quirks:
             shifted logits commits the first position before anything else, by what the prompt says.
         default_top_k: `top_k` where none is given.
         rows_share_blocks: rows of a batch wait until all of them have finished a block.
+        refuses_remainders: lengths and steps must divide without a remainder.
+        has_drifting_times: see `FrameSampling`.
     """
 
     may_predict_mask: bool = False
     blocks_end_after_steps: bool = False
     fills_prompt_masks: bool = False
     stop_rule: Literal["earliest", "listed"] = "earliest"
-    random_stream: Literal["rows", "full", "masked"] = "rows"
+    random_stream: Literal["rows", "full", "block", "masked"] = "rows"
     token_sampling: Literal["gumbel", "categorical"] = "gumbel"
     has_default_stops: bool = True
     drops_token_after_image: bool = False
     commits_first_from_prompt: bool = False
     default_top_k: int | None = None
     rows_share_blocks: bool = False
+    refuses_remainders: bool = False
+    has_drifting_times: bool = False
 
 
 DEFAULT_QUIRKS = Quirks()
@@ -153,8 +192,11 @@ OFFICIAL_QUIRKS = Quirks(
     random_stream="full",
     has_default_stops=False,
     drops_token_after_image=True,
+    refuses_remainders=True,
 )
-LAVIDA_QUIRKS = dataclasses.replace(OFFICIAL_QUIRKS, fills_prompt_masks=False, stop_rule="earliest")
+LAVIDA_QUIRKS = dataclasses.replace(
+    OFFICIAL_QUIRKS, fills_prompt_masks=False, stop_rule="earliest", refuses_remainders=False
+)
 # Its generation reads a top_k of 50 from a default of transformers' model configs.
 LAVIDA_DREAM_QUIRKS = dataclasses.replace(
     LAVIDA_QUIRKS,
@@ -163,11 +205,16 @@ LAVIDA_DREAM_QUIRKS = dataclasses.replace(
     commits_first_from_prompt=True,
     default_top_k=50,
 )
+# It proposes for the block alone, and otherwise decodes as LLaDA-V does.
+VIDLADA_QUIRKS = dataclasses.replace(
+    OFFICIAL_QUIRKS, fills_prompt_masks=False, random_stream="block", has_drifting_times=True
+)
 _FAST_DLLM = Quirks(has_default_stops=False, rows_share_blocks=True)
 PRESETS: dict[str, Quirks] = {
     "official": OFFICIAL_QUIRKS,
     "lavida": LAVIDA_QUIRKS,
     "lavida_dream": LAVIDA_DREAM_QUIRKS,
+    "vidlada": VIDLADA_QUIRKS,
     "fast_dllm@2025-06": _FAST_DLLM,
     "fast_dllm@2026-04": _FAST_DLLM,
     "fast_dllm@2026-04/dual": dataclasses.replace(_FAST_DLLM, blocks_end_after_steps=True),

@@ -19,7 +19,7 @@ __all__ = ["JsonlTracker", "Tracker", "TrackioTracker", "WandbTracker", "make_tr
 
 Record = dict[str, Any]
 _NAMES = ("wandb", "wandb:offline", "wandb:online", "wandb:disabled", "trackio", "jsonl:PATH")
-_PROJECT = "dlm-decode"
+PROJECT = "dlm-decode"
 _COLUMNS = ["row", "position", "step", "token", "text", "confidence", "reason", "route", "details"]
 
 
@@ -144,6 +144,32 @@ class JsonlTracker:
             self._file = None
 
 
+def import_wandb() -> Any:
+    """The module.
+
+    Raises:
+        InvalidInputError: wandb is not installed.
+    """
+    try:
+        return importlib.import_module("wandb")
+    except ImportError:
+        raise InvalidInputError("track='wandb' needs wandb; install dlm-decode[wandb].") from None
+
+
+def import_trackio() -> Any:
+    """The module.
+
+    Raises:
+        InvalidInputError: trackio is not installed.
+    """
+    try:
+        return importlib.import_module("trackio")
+    except ImportError:
+        raise InvalidInputError(
+            "track='trackio' needs trackio; install it with pip install trackio."
+        ) from None
+
+
 def step_scalars(record: Record) -> dict[str, float]:
     """Numbers of one step, by name.
 
@@ -173,12 +199,13 @@ def step_scalars(record: Record) -> dict[str, float]:
     return {**scalars, **counts, **means}
 
 
-def _flat(prefix: str, value: Any) -> dict[str, Any]:
+def flat(prefix: str, value: Any) -> dict[str, Any]:
+    """Nested dicts as one, with names joined by slashes."""
     if isinstance(value, dict):
         return {
             key: item
             for name, part in value.items()
-            for key, item in _flat(f"{prefix}/{name}", part).items()
+            for key, item in flat(f"{prefix}/{name}", part).items()
         }
     return {prefix: value}
 
@@ -225,7 +252,7 @@ class _RunTracker(ABC):
             for name in (shares[0] if shares else ())
         }
         texts = [row["text"] for row in record["rows"]]
-        self._close({**_flat("cost", cost), "texts": texts})
+        self._close({**flat("cost", cost), "texts": texts})
 
     def abort(self) -> None:
         """Closes the run as failed."""
@@ -259,16 +286,10 @@ class WandbTracker(_RunTracker):
     """
 
     def __init__(
-        self, mode: str | None = None, project: str = _PROJECT, folder: str | Path | None = None
+        self, mode: str | None = None, project: str = PROJECT, folder: str | Path | None = None
     ) -> None:
         super().__init__()
-        try:
-            import wandb
-        except ImportError:
-            raise InvalidInputError(
-                "track='wandb' needs wandb; install dlm-decode[wandb]."
-            ) from None
-        self._wandb: Any = wandb
+        self._wandb = import_wandb()
         self._options: dict[str, Any] = {
             "project": project,
             "mode": mode,
@@ -302,15 +323,9 @@ class TrackioTracker(_RunTracker):
         InvalidInputError: trackio is not installed.
     """
 
-    def __init__(self, project: str = _PROJECT) -> None:
+    def __init__(self, project: str = PROJECT) -> None:
         super().__init__()
-        try:
-            trackio = importlib.import_module("trackio")
-        except ImportError:
-            raise InvalidInputError(
-                "track='trackio' needs trackio; install it with pip install trackio."
-            ) from None
-        self._trackio: Any = trackio
+        self._trackio = import_trackio()
         self._project = project
 
     def _open(self, config: Record) -> None:

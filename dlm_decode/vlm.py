@@ -66,7 +66,8 @@ class DiffusionVlm:
         model: the language model with its vision part.
         processor: tokenizer and image processing; without it only the low-level entries work.
         name: for records.
-        generation_defaults: this model's own defaults for `Settings`.
+        generation_defaults: this model's own defaults for `Settings`; they win over those of its
+            class.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class DiffusionVlm:
         self.geometry = model.geometry
         self.processor = processor
         self.name = name or type(model).__name__
-        self.generation_defaults = generation_defaults or {}
+        self.generation_defaults = {**model.default_settings, **(generation_defaults or {})}
 
     @property
     def device(self) -> torch.device:
@@ -120,6 +121,12 @@ class DiffusionVlm:
         seed: int | Sequence[int] | None = None,
         eos_last: bool | None = None,
         preset: str | None = None,
+        max_frames: int | None = None,
+        fps: float | None = None,
+        force_sample: bool | None = None,
+        frame_rate: float | None = None,
+        time_instruction: bool | None = None,
+        think_mode: str | None = None,
         stop: Sequence[Stop] | Stop | bool | None = None,
         suffix: str | Sequence[int] | None = None,
         prefill: str | Sequence[int] | Sequence[str | Sequence[int] | None] | None = None,
@@ -143,7 +150,8 @@ class DiffusionVlm:
             prompt: the question, or a list of questions.
             images: an image or a list of images for one prompt (path, PIL image or array); one such
                 entry per prompt for a batch.
-            videos: likewise; a video is a file, a folder of frames, or a sequence of images.
+            videos: likewise; a video is a file, a folder of frames, a list of images, or an array
+                `(F, H, W, 3)`. A list of videos is a list of lists.
             sampler: name, spec (`"baseline:remasking=margin"`) or instance.
             stages: vision stages that shrink the prompt, in order; names, specs or instances.
             cache: cache policy, as a name, a spec (`"prefix:refresh_interval=32"`) or an instance;
@@ -163,6 +171,13 @@ class DiffusionVlm:
             eos_last: commit end-of-sequence ids only when nothing else is left.
             preset: `"official"` for the official program with its quirks; `None` is the sampler's
                 own (most have none).
+            max_frames: frames that are taken of a video at most; more are thinned out evenly.
+            fps: frames per second to take of a video; every frame where neither this nor the
+                model's own default says otherwise.
+            force_sample: take `max_frames` of every video at even distances, repeats included.
+            frame_rate: frames per second of folders, lists and arrays, which do not say it.
+            time_instruction: tell the model how long each video is and where its frames lie.
+            think_mode: `"think"`, `"no_think"` or `"none"`, for models that were trained with it.
             stop: stop strings, ids or id sequences, in addition to the model's own; `False` for no
                 stop at all. With the official preset only what is given here stops.
             suffix: text or ids that follow the canvas and are read by the model; appended to
@@ -217,9 +232,27 @@ class DiffusionVlm:
                 "seed": tuple(seed) if isinstance(seed, (list, tuple)) else seed,
                 "eos_last": eos_last,
                 "preset": self._preset(preset, chosen_sampler, chosen_cache),
+                "max_frames": max_frames,
+                "fps": fps,
+                "force_sample": force_sample,
+                "frame_rate": frame_rate,
+                "time_instruction": time_instruction,
+                "think_mode": think_mode,
             },
             self.generation_defaults,
         )
+        _check_used(
+            {
+                "max_frames": max_frames,
+                "fps": fps,
+                "force_sample": force_sample,
+                "frame_rate": frame_rate,
+                "time_instruction": time_instruction,
+            },
+            videos,
+            "videos",
+        )
+        _check_used({"think_mode": think_mode}, prompt, "prompt")
         stop_ids = given.stop_sequences(stop, settings)
         suffix_ids = given.ids(suffix, "suffix")
         tracker = make_tracker(track)
@@ -234,6 +267,7 @@ class DiffusionVlm:
             modalities,
             inputs_embeds,
             settings,
+            is_timed=fps is not None,
         )
         if streamer is not None and len(rows) > 1:
             raise InvalidInputError(
@@ -352,6 +386,7 @@ class DiffusionVlm:
         modalities: Any,
         inputs_embeds: Any,
         settings: Settings,
+        is_timed: bool,
     ) -> tuple[list[RowInput], bool]:
         named = {"prompt": prompt, "input_ids": input_ids, "inputs_embeds": inputs_embeds}
         given = [name for name, value in named.items() if value is not None]
@@ -378,8 +413,8 @@ class DiffusionVlm:
         prompts = list(prompt) if is_batch else [prompt]
         if not prompts:
             raise InvalidInputError("prompt is an empty list; pass at least one question.")
-        drops = settings.quirks.drops_token_after_image
-        return rows_from_text(processor, prompts, images, videos, is_batch, drops), is_batch
+        rows = rows_from_text(processor, prompts, images, videos, is_batch, settings, is_timed)
+        return rows, is_batch
 
     @property
     def _given(self) -> GivenIds:
@@ -427,7 +462,8 @@ class DiffusionVlm:
                     f"prompt {row} has {prompt.length} positions ({prompt.num_visual} visual); "
                     f"with gen_length {settings.gen_length} and a suffix of {num_suffix} "
                     f"that is {total}, and the model reads at most {limit}; "
-                    "shorten the prompt, use fewer or smaller images, or a smaller gen_length."
+                    "shorten the prompt, use fewer or smaller images, fewer frames (max_frames), "
+                    "or a smaller gen_length."
                 )
 
     def _baseline_cost(
@@ -488,6 +524,7 @@ class DiffusionVlm:
                     "prompt_length": prompt.length,
                     "visual_tokens": prompt.num_visual,
                     "question": row.question,
+                    "videos": list(row.videos),
                 }
                 for row, prompt in zip(rows, prompts, strict=True)
             ],
@@ -542,6 +579,17 @@ class DiffusionVlm:
             streamer.end()
         text = texts if texts is None or is_batch else texts[0]
         return Output(text, sequences.to(self.device), trajectory, cost, positions)
+
+
+def _check_used(options: dict[str, Any], value: Any, name: str) -> None:
+    """Refuses options that go with an argument that is not there."""
+    is_there = value is not None and (not isinstance(value, (list, tuple)) or len(value) > 0)
+    given = [key for key, option in options.items() if option is not None]
+    if given and not is_there:
+        raise InvalidInputError(
+            f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with {name}=, and there is "
+            f"none; pass {name}=, or leave {'it' if len(given) == 1 else 'them'} out."
+        )
 
 
 def _cache_policy(cache: CachePolicy | str | None, sampler: Sampler) -> CachePolicy | None:

@@ -18,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.eval.run_scenes import batches, settings_of
-from dlm_decode.eval.scene_questions import heldout_samples
+from dlm_decode.eval.run_scenes import SCENES, question_batches
+from dlm_decode.eval.runner import settings_of
 from dlm_decode.record import read_records
 
 if TYPE_CHECKING:
@@ -369,14 +369,13 @@ def record_scenes(
     Raises:
         InvalidInputError: a limit or batch below 1, or a folder that other settings wrote.
     """
-    if limit < 1 or batch < 1:
-        raise InvalidInputError(f"limit and batch must be at least 1, got {limit} and {batch}.")
+    parts = question_batches(limit, batch)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {**settings_of(vlm, options, False), "batch": batch, "positions": positions}
+    settings = {**settings_of(vlm, SCENES, options), "batch": batch, "positions": positions}
     _claim(folder / "settings.json", settings)
     paths = []
-    for number, part in enumerate(tqdm(batches(list(heldout_samples(limit)), batch))):
+    for number, part in enumerate(tqdm(parts)):
         path = folder / f"{number:05d}.jsonl"
         paths.append(path)
         if _is_finished(path, len(part)):

@@ -22,13 +22,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.eval.run_scenes import (
-    Results,
-    decoding_settings,
-    question_batches,
-    settings_of,
-    summarise,
-)
+from dlm_decode.eval.run_scenes import SCENES, question_batches
+from dlm_decode.eval.runner import Results, decoding_settings, settings_of, summarise
 from dlm_decode.eval.scenes import Split
 from dlm_decode.settings import Settings
 
@@ -352,8 +347,9 @@ def compare(
             {
                 "variant": variant.name,
                 "split": split,
-                **settings_of(vlm, variant.options, False),
+                **settings_of(vlm, SCENES, variant.options),
             },
+            SCENES,
         )
         for variant in variants
     ]

@@ -46,14 +46,21 @@ def get(model_type: str) -> type[DiffusionModel]:
     return _registry.get(model_type)
 
 
-def class_for(raw: Mapping[str, Any]) -> type[DiffusionModel]:
+def class_for(raw: Mapping[str, Any], path: str = "") -> type[DiffusionModel]:
     """The class that reads a `config.json`: one that claims it, else by its `model_type`.
+
+    Args:
+        raw: the file's content.
+        path: the checkpoint's folder or hub id.
 
     Raises:
         UnknownNameError: nothing is registered for the model type.
     """
+    parts = [part for part in path.split("/") if part]
+    num_named = 2 if parts and parts[-1].startswith("checkpoint-") else 1
+    folder = "/".join(parts[-num_named:])
     for name in names():
-        if get(name).claims(raw):
+        if get(name).claims(raw, folder):
             return get(name)
     return get(raw["model_type"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,20 @@ class DiffusionModel(PreTrainedModel):
     official_preset = "official"
     """Which of `PRESETS` the model's own program is."""
 
+    default_settings: ClassVar[Mapping[str, Any]] = {}
+    """What `Settings` the model's own evaluation uses where they are not the usual ones."""
+
     lm_head: nn.Module
 
     @classmethod
-    def claims(cls, raw: Mapping[str, Any]) -> bool:
-        """Whether this class reads a `config.json` that bears another class's model type."""
+    def claims(cls, raw: Mapping[str, Any], name: str = "") -> bool:
+        """Whether this class reads a `config.json` that bears another class's model type.
+
+        Args:
+            raw: the file's content.
+            name: last part of the folder's path or of the hub id; the last two of a
+                `checkpoint-...` folder.
+        """
         return False
 
     @property

@@ -92,7 +92,7 @@ class LavidaLLaDAModelLM(LlavaLLaDAModelLM):
     official_preset = "lavida"
 
     @classmethod
-    def claims(cls, raw: Mapping[str, Any]) -> bool:
+    def claims(cls, raw: Mapping[str, Any], name: str = "") -> bool:
         """Whether a config of type `llava_llada` is LaViDa's: by its class or LLaDA's own names."""
         if raw.get("model_type") != "llava_llada":
             return False

@@ -43,6 +43,6 @@ class LavidaDreamModelLM(LavidaLLaDAModelLM):
     official_preset = "lavida_dream"
 
     @classmethod
-    def claims(cls, raw: Mapping[str, Any]) -> bool:
+    def claims(cls, raw: Mapping[str, Any], name: str = "") -> bool:
         """No: its configs bear its own model type."""
         return False

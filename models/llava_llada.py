@@ -226,11 +226,11 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
         config = self.config
         newline = self._newline(features)
         if kind == "video":
-            return video_tokens(
-                pool_frames(features, config.mm_spatial_pool_mode),
-                newline,
-                config.mm_newline_position,
-            )
+            position, merge = config.mm_newline_position, config.mm_patch_merge_type or ""
+            if merge == "flat" or (position == "one_token" and "unpad" not in merge):
+                position = "no_token"
+            frames = pool_frames(features, config.mm_spatial_pool_mode)
+            return video_tokens(frames, newline, position)
         if config.mm_patch_merge_type == "flat":
             return flat_tokens(features)
         if not has_tiles or len(features) == 1:

@@ -37,6 +37,7 @@ def load_model(
     eos_token_id: int | None = None,
     stop_token_ids: Sequence[int] | None = None,
     suppress_token_ids: Sequence[int] | None = None,
+    model_type: str | None = None,
 ) -> DiffusionModel:
     """Loads the weights of a checkpoint; arguments as in `dlm_decode.load`.
 
@@ -50,7 +51,7 @@ def load_model(
     chosen_dtype = _dtype(dtype)
     name = str(path)
     raw = _read_config(name)
-    cls = _model_class(raw, name)
+    cls = _model_class(raw, name, model_type)
     config = _config(cls, raw)
     overrides = {
         "mask_token_id": mask_token_id,
@@ -127,13 +128,15 @@ def _read_config(name: str) -> dict[str, Any]:
         raise CheckpointError(f"config.json of {name!r} is not JSON: {error}.") from None
 
 
-def _model_class(raw: dict[str, Any], name: str) -> Any:
-    model_type = raw.get("model_type")
-    if model_type is None:
+def _model_class(raw: dict[str, Any], name: str, model_type: str | None) -> Any:
+    if model_type is not None:
+        return models.get(model_type)
+    if raw.get("model_type") is None:
         raise CheckpointError(
-            f"config.json of {name!r} has no model_type; known are {', '.join(models.names())}."
+            f"config.json of {name!r} has no model_type; pass model_type=, one of "
+            f"{', '.join(models.names())}."
         )
-    return models.class_for(raw)
+    return models.class_for(raw, name)
 
 
 def _config(cls: Any, raw: dict[str, Any]) -> Any:
@@ -207,8 +210,10 @@ def _shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_processor(path: str | Path) -> VlmProcessor | None:
+def load_processor(path: str | Path, model_type: str | None = None) -> VlmProcessor | None:
     """Tokenizer and image processing of a checkpoint; `None` where it has no tokenizer.
+
+    Arguments as in `dlm_decode.load`.
 
     Raises:
         CheckpointError: tokenizer files that cannot be read.
@@ -226,4 +231,4 @@ def load_processor(path: str | Path) -> VlmProcessor | None:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
     except Exception as error:  # the tokenizers library raises bare Exception
         raise CheckpointError(f"cannot read the tokenizer of {name!r}: {error}") from error
-    return VlmProcessor(tokenizer, _config(_model_class(raw, name), raw))
+    return VlmProcessor(tokenizer, _config(_model_class(raw, name, model_type), raw))

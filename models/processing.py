@@ -88,6 +88,28 @@ def _part_text(part: Any) -> str:
     )
 
 
+def _add_notes(
+    messages: list[dict[str, str]], num_images: int, notes: Sequence[str], num_videos: int
+) -> None:
+    """Puts each note on a line of its own behind its video's tag; videos follow images."""
+    if len(notes) != num_videos:
+        raise InvalidInputError(
+            f"video_notes has {len(notes)} entries for {num_videos} videos; give one for each."
+        )
+    by_tag = dict(enumerate(notes, start=num_images))
+    number = 0
+    for message in messages:
+        first, *rest = message["content"].split(IMAGE_TAG)
+        for text in rest:
+            first += IMAGE_TAG
+            if number in by_tag:
+                first += f"\n{by_tag[number]}\n"
+                text = text.removeprefix("\n").removeprefix(" ")
+            first += text
+            number += 1
+        message["content"] = first
+
+
 class VlmProcessor:
     """Tokenizer, chat template and image processing of one checkpoint.
 
@@ -113,6 +135,8 @@ class VlmProcessor:
         images: Sequence[Image.Image] = (),
         videos: Sequence[Sequence[Image.Image]] = (),
         *,
+        video_notes: Sequence[str] = (),
+        think_mode: str = "none",
         official_token_drop: bool = False,
         stack_images: bool = False,
     ) -> ModelInputs:
@@ -127,13 +151,17 @@ class VlmProcessor:
                 of parts such as `{"type": "text", "text": ...}` and `{"type": "image"}`.
             images: RGB.
             videos: frames of each video, RGB.
+            video_notes: what the model is told about each video, on a line behind its tag.
+            think_mode: `"think"` or `"no_think"` ends the last question with that word, for models
+                that know it.
             official_token_drop: see `join_chunks`.
             stack_images: several padded images become one tensor, as in the official evaluation.
                 Their newline vectors are lost by that.
 
         Raises:
             InvalidInputError: a number of tags that is not the number of images and videos,
-                malformed messages, or media for a text-only model.
+                malformed messages, media for a text-only model, a mode of thinking that the model
+                does not know, or another number of notes than of videos.
             MediaError: an image that cannot be padded, or a video without frames.
         """
         num_media = len(images) + len(videos)
@@ -142,6 +170,7 @@ class VlmProcessor:
             if isinstance(prompt, str)
             else _plain_messages(prompt)
         )
+        self._end_question(messages, think_mode)
         num_tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
         if num_media and not num_tags:
             tags = " ".join([IMAGE_TAG] * num_media) + "\n"
@@ -160,6 +189,8 @@ class VlmProcessor:
             )
         if num_media and not self.rules.reads_media:
             raise InvalidInputError("this is a text-only model and cannot read images or videos.")
+        if video_notes:
+            _add_notes(messages, len(images), video_notes, len(videos))
         chunks = [self.encode(chunk) for chunk in self.render(messages).split(IMAGE_TAG)]
         ids = join_chunks(chunks, self.tokenizer.bos_token_id, official_token_drop)
         pixels = [self.image_pixels(image, num_images=len(images)) for image in images]
@@ -177,6 +208,24 @@ class VlmProcessor:
             if num_media
             else None,
             modalities=["image"] * len(images) + ["video"] * len(videos) if num_media else None,
+        )
+
+    def _end_question(self, messages: list[dict[str, str]], think_mode: str) -> None:
+        """Ends the last user message as the mode of thinking wants it."""
+        if think_mode == "none":
+            return
+        known = self.rules.think_modes
+        if think_mode not in known:
+            allowed = " or ".join(map(repr, ("none", *known)))
+            raise InvalidInputError(
+                f"this model was not trained with think_mode {think_mode!r}; use {allowed}."
+            )
+        for message in reversed(messages):
+            if message["role"] == "user":
+                message["content"] += f"/{think_mode}"
+                return
+        raise InvalidInputError(
+            f"the messages hold no user message that think_mode {think_mode!r} could end."
         )
 
     def render(self, messages: Sequence[Message]) -> str:

@@ -21,6 +21,8 @@ class PromptRules:
         multi_image_mode: replaces `image_mode` where a prompt has several images; `None` keeps it.
         grids: canvas sizes for tiles, as `grid_candidates` takes them.
         system: text of a system message that is put in front of a conversation without one.
+        think_modes: values of `Settings.think_mode` beside `"none"` that the model was trained
+            with; `/` and the word end the question then.
         has_system_in_template: a chat template of the tokenizer brings the system message itself.
         begin: what a prompt begins with where the tokenizer has no chat template.
         turn: one message, with `{role}` and `{content}`.
@@ -33,6 +35,7 @@ class PromptRules:
     multi_image_mode: str | None = None
     grids: Sequence[Sequence[int]] | str | None = None
     system: str | None = None
+    think_modes: tuple[str, ...] = ()
     has_system_in_template: bool = True
     begin: str = "<|startoftext|>"
     turn: str = "<|start_header_id|>{role}<|end_header_id|>\n\n{content}<|eot_id|>"

@@ -39,6 +39,10 @@ class SpecialIds:
 
 _LLADA = SpecialIds(mask=126336, bos=126080, eos=126081, pad=126081, stop=(126081, 126348))
 
+# The official programs of LLaDA-V and VidLaDA forbid end-of-sequence, begin and both header ids;
+# answers end with <|eot_id|>.
+_LLADA_V = replace(_LLADA, stop=(126348,), suppress=(126081, 126080, 126346, 126347))
+
 _DREAM = SpecialIds(mask=151666, eos=151643, pad=151643, stop=(151643, 151645))
 
 OFFICIAL: dict[str, SpecialIds] = {
@@ -46,9 +50,8 @@ OFFICIAL: dict[str, SpecialIds] = {
     # LaViDa's official program forbids nothing and stops nowhere.
     "lavida_llada": _LLADA,
     "llava_dream": _DREAM,
-    # The official LLaDA-V program forbids end-of-sequence, begin and both header ids; answers end
-    # with <|eot_id|>.
-    "llava_llada": replace(_LLADA, stop=(126348,), suppress=(126081, 126080, 126346, 126347)),
+    "llava_llada": _LLADA_V,
+    "llava_llada_video": _LLADA_V,
 }
 """By model type, as the published checkpoints use them; their configs name few of these ids."""
 

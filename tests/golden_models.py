@@ -20,6 +20,7 @@ from dlm_decode.models.lavida_dream import LavidaDreamConfig, LavidaDreamModelLM
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.models.llava_llada import LlavaLLaDAModelLM
 from dlm_decode.models.processing import VlmProcessor
+from dlm_decode.models.vidlada import LlavaLLaDAVideoConfig, LlavaLLaDAVideoModelLM
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -152,6 +153,42 @@ def lavida_prompt(model, name: str) -> dict:
         "pixel_values": torch.stack(pixels) if name == "two_images_stacked" else pixels,
         "image_sizes": [image.size for image in images],
     }
+
+
+def vidlada_raw(**changes: Any) -> dict[str, Any]:
+    """The tiny VidLaDA's config.json, completed by what the original has hard-coded."""
+    raw = read_json("vidlada", "config.json")
+    tower, ids = raw.pop("vision_config"), raw.pop("golden_token_ids")
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "image_size", "patch_size")
+    layers = {"num_hidden_layers": tower["num_hidden_layers_before_removal"]}
+    special = {
+        "mask_token_id": ids["mask"],
+        "stop_token_ids": [ids["eot"]],
+        "suppress_token_ids": ids["never_generated"],
+    }
+    vision = {**{name: tower[name] for name in names}, **layers}
+    grids = {"image_grid_pinpoints": "(1x1),...,(6x6)"}
+    return {**raw, **special, **grids, "vision_config": vision, **changes}
+
+
+def vidlada(**changes: Any) -> LlavaLLaDAVideoModelLM:
+    model = LlavaLLaDAVideoModelLM(LlavaLLaDAVideoConfig.from_dict(vidlada_raw(**changes)))
+    _fill(model, load_file(GOLDEN / "vidlada" / "model.safetensors"))
+    return model
+
+
+@cache
+def vidlada_tensors() -> dict[str, torch.Tensor]:
+    return load_file(GOLDEN / "vidlada" / "tensors.safetensors")
+
+
+def vidlada_prompt(has_video: bool = True) -> dict:
+    """Ids, and the two stored frames."""
+    stored = vidlada_tensors()
+    ids = stored["input_ids"][0]
+    if not has_video:
+        return {"input_ids": ids[ids >= 0]}
+    return {"input_ids": ids, "pixel_values": [stored["frames"]], "modalities": ["video"]}
 
 
 def fastdllm() -> LLaDAModelLM:

@@ -84,6 +84,33 @@ def test_generate_json(checkpoint, image, capsys):
     assert result["run"]["settings"]["block_length"] == 5
 
 
+def test_generate_takes_frames_of_a_video(checkpoint, tmp_path, capsys):
+    from test_video import write_video
+
+    write_video(tmp_path / "clip.mp4", 10)
+    command = ["generate", "--model", str(checkpoint), "--prompt", "what is this ?", "--json"]
+    command += ["--gen-length", "2", "--no-stop"]
+    video = ["--video", str(tmp_path / "clip.mp4")]
+    assert main([*command, *video, "--frames", "3"]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    (taken,) = run["rows"][0]["videos"]
+    assert (taken["indices"], taken["total_frames"], taken["rate"]) == ([0, 4, 9], 10, 5.0)
+    assert str(tmp_path / "clip.mp4") in taken["name"]
+    assert run["settings"]["max_frames"] == 3
+    assert main([*command, *video, "--fps", "2.5", "--frames", "4", "--force-sample"]) == 0
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert run["rows"][0]["videos"][0]["indices"] == [0, 3, 6, 9]
+    assert (run["settings"]["fps"], run["settings"]["force_sample"]) == (2.5, True)
+    for arguments, message in (
+        ([*video, "--fps", "0"], "fps must be a finite number above 0"),
+        (["--fps", "2"], "fps goes with videos="),
+        (["--video", str(tmp_path)], "holds 'clip.mp4', which is no image"),
+        ([*video, "--think-mode", "think"], "was not trained with think_mode 'think'"),
+    ):
+        assert main([*command, *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
 def test_generate_stream(checkpoint, capsys):
     assert (
         main(

@@ -8,7 +8,7 @@ import pytest
 
 from dlm_decode.cli import main
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.eval import run_scenes
+from dlm_decode.eval import run_scenes, runner
 from dlm_decode.eval.compare import (
     SUITES,
     Variant,
@@ -24,7 +24,8 @@ from dlm_decode.eval.compare import (
     suite,
     to_csv,
 )
-from dlm_decode.eval.run_scenes import Results, evaluate_scenes
+from dlm_decode.eval.run_scenes import evaluate_scenes
+from dlm_decode.eval.runner import Results
 from dlm_decode.settings import Settings, resolve_settings
 
 VARIANTS = [
@@ -207,7 +208,7 @@ def test_answers_with_line_separators_and_cut_characters(vlm, tmp_path, monkeypa
     lines[1] = json.dumps(entry, ensure_ascii=False).encode()
     path.write_bytes(b"\n".join([*lines[:3], lines[3][:9] + "\u00e9".encode()[:1]]))
     calls = []
-    monkeypatch.setattr(run_scenes, "_ask", _counted(run_scenes._ask, calls))
+    monkeypatch.setattr(runner, "_ask", _counted(runner._ask, calls))
     evaluate_scenes(vlm, {}, output=path, limit=3, batch=3)
     assert calls == [1], "only the line that was cut is asked again"
     assert json.loads(path.read_bytes().split(b"\n")[1])["answer"] == entry["answer"]

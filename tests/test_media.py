@@ -1,15 +1,13 @@
-"""Pictures and frames from files, arrays and PIL objects."""
+"""Pictures from files, arrays and PIL objects."""
 
 from __future__ import annotations
-
-import sys
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from dlm_decode.errors import MediaError
-from dlm_decode.media import open_frames, open_image, uniform_indices
+from dlm_decode.media import open_image
 
 
 def gradient(width=12, height=8):
@@ -114,68 +112,3 @@ def test_unreadable_images_are_named(tmp_path):
 def test_other_objects_are_refused(source, message):
     with pytest.raises(MediaError, match=message):
         open_image(source)
-
-
-def test_uniform_indices():
-    assert uniform_indices(5, 8) == [0, 1, 2, 3, 4]
-    assert uniform_indices(100, 1) == [0]
-    indices = uniform_indices(100, 32)
-    assert (indices[0], indices[-1], len(set(indices))) == (0, 99, 32)
-    assert indices == sorted(indices)
-
-
-def test_frames_from_folders_lists_and_arrays(tmp_path):
-    frames = [np.full((4, 6, 3), 10 * index, np.uint8) for index in range(10)]
-    for index, frame in enumerate(frames):
-        Image.fromarray(frame).save(tmp_path / f"{index:03}.png")
-    (tmp_path / "notes.txt").write_text("no frame")
-    picked = open_frames(tmp_path, num_frames=4)
-    assert [pixel(frame, 0, 0)[0] for frame in picked] == [0, 30, 60, 90]
-    assert len(open_frames(str(tmp_path))) == 10
-    assert len(open_frames(np.stack(frames))) == 10
-    assert len(open_frames([tmp_path / "000.png", frames[1]])) == 2
-    for source, message in (
-        (np.zeros((0, 4, 4, 3), np.uint8), "at least one frame"),
-        (np.zeros((4, 4, 3), np.uint8), r"\(F, H, W, 3\)"),
-        ([], "has no frames"),
-        (tmp_path / "none.mp4", "no video at"),
-        (5, "must be a path"),
-    ):
-        with pytest.raises(MediaError, match=message):
-            open_frames(source)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(MediaError, match="holds no image files"):
-        open_frames(tmp_path / "empty")
-
-
-def write_video(path, num_frames):
-    av = pytest.importorskip("av")
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=5)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        for index in range(num_frames):
-            frame = np.full((32, 32, 3), 20 * index, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-
-
-def test_video_files(tmp_path):
-    write_video(tmp_path / "v.mp4", 10)
-    frames = open_frames(tmp_path / "v.mp4", num_frames=4)
-    values = [pixel(frame, 5, 5)[0] for frame in frames]
-    assert np.allclose(values, [0, 60, 120, 180], atol=8)
-    assert all(frame.mode == "RGB" and frame.size == (32, 32) for frame in frames)
-    assert len(open_frames(tmp_path / "v.mp4")) == 10
-    (tmp_path / "text.mp4").write_text("not a video")
-    with pytest.raises(MediaError, match=r"cannot decode video '.*text.mp4'"):
-        open_frames(tmp_path / "text.mp4")
-    write_video(tmp_path / "none.mp4", 0)
-    with pytest.raises(MediaError, match=r"none.mp4'"):
-        open_frames(tmp_path / "none.mp4")
-
-
-def test_video_files_need_pyav(tmp_path, monkeypatch):
-    (tmp_path / "v.mp4").write_bytes(b"x")
-    monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(MediaError, match="needs PyAV; install"):
-        open_frames(tmp_path / "v.mp4")

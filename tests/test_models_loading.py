@@ -152,7 +152,7 @@ def test_broken_folders(folder, original, tmp_path):
     no_type = copy_with(original, tmp_path / "no_type", model_type=...)
     with pytest.raises(
         CheckpointError,
-        match=r"has no model_type; known are lavida_llada, llada, llava_dream, llava_llada",
+        match=r"has no model_type; pass model_type=, one of lavida_llada, llada, llava_dream",
     ):
         models.load_model(no_type)
     other = copy_with(original, tmp_path / "other", model_type="lada")

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.eval.run_scenes import evaluate_scenes, summarise
+from dlm_decode.eval.run_scenes import evaluate_scenes
+from dlm_decode.eval.runner import report_path, summarise
 from dlm_decode.eval.scene_questions import heldout_samples
 
 OPTIONS = {"gen_length": 6, "steps": 3, "block_length": 6}
@@ -16,6 +17,11 @@ def test_results_are_appended_and_resumed(vlm, tmp_path):
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:4], lines[4][:10]]))
     again = evaluate_scenes(vlm, OPTIONS, output=path, limit=5, batch=3)
+    assert json.loads(report_path(path).read_text()) == again
+    for report in (first, again):
+        assert report["machine"].pop("batch") in (2, 3)
+        for name in ("seconds_media", "seconds_prefill", "seconds_decode"):
+            assert report["cost"].pop(name) > 0
     assert again == first
     entries = [json.loads(line) for line in path.read_text().splitlines()[1:]]
     assert [entry["id"] for entry in entries] == [sample.id for sample in heldout_samples(5)]

@@ -8,7 +8,7 @@ import pytest
 from dlm_decode import cli
 from dlm_decode.cli import build_parser, main
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.eval import run_scenes, tune
+from dlm_decode.eval import run_scenes, runner, tune
 from dlm_decode.eval.compare import Variant, suite
 from dlm_decode.eval.scene_questions import first_samples, heldout_samples
 from dlm_decode.eval.tune import candidates, choose, command
@@ -101,7 +101,7 @@ def test_command_line(checkpoint, tmp_path, capsys, monkeypatch):
     def fail(*arguments, **options):
         raise AssertionError("a finished run is read back")
 
-    monkeypatch.setattr(run_scenes, "_ask", fail)
+    monkeypatch.setattr(runner, "_ask", fail)
     assert main([*where, "--keep", "0.9", "--by", "seconds"]) == 0
     tuned = json.loads((tmp_path / "tuned.json").read_text())
     assert tuned["chosen"]["seconds_ratio"] == min(row["seconds_ratio"] for row in rows)

@@ -259,6 +259,20 @@ def test_video_frames(vlm, tmp_path):
     assert from_list.sequences.tolist() == from_folder.sequences.tolist()
 
 
+def test_a_batch_of_videos(vlm, tmp_path):
+    """One entry per prompt; a video gives what it gives alone, and its frames are recorded."""
+    frames = [picture(32, 32, seed) for seed in range(6)]
+    ask = {"max_frames": 2, "stop": False}
+    both = vlm.generate([QUESTION] * 3, videos=[[frames], None, [frames[:1], frames]], **ask)
+    counts = [0 if row is None else row for row in both.cost.visual_tokens]
+    assert counts == [2 * 6, 0, 3 * 6]
+    alone = vlm.generate(QUESTION, videos=[frames], **ask)
+    assert alone.sequences[0].tolist() == both.sequences[0].tolist()
+    rows = [row["videos"] for row in both.trajectory.run["rows"]]
+    assert [[video["indices"] for video in row] for row in rows] == [[[0, 5]], [], [[0], [0, 5]]]
+    assert vlm.generate(QUESTION, videos=np.stack([np.asarray(frame) for frame in frames]), **ask)
+
+
 def test_several_images_are_padded_not_tiled(vlm):
     one = vlm.generate(QUESTION, images=[picture()], stop=False)
     two = vlm.generate(QUESTION, images=[picture(), picture(seed=3)], stop=False)

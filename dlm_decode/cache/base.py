@@ -88,6 +88,8 @@ class Fed:
         num_rows: rows of the store.
         columns: `(R, n)` sequence columns that are fed, `None` for all.
         num_prompt: sequence columns in front of the canvas, padding included.
+        frames: `(R, num_prompt)` long number of the frame that each of these columns belongs to, as
+            in `Prompt.frames`; -1 for text and padding. `None` where nobody said.
     """
 
     feed: Feed
@@ -95,6 +97,7 @@ class Fed:
     num_rows: int
     columns: Tensor | None
     num_prompt: int
+    frames: Tensor | None = None
 
 
 class Memory(Protocol):

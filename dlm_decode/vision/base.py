@@ -29,7 +29,7 @@ class Stage(Protocol):
 def keep_positions(prompt: Prompt, keep: Tensor) -> Prompt:
     """The prompt with only the positions where `keep` holds.
 
-    Text is always kept, and what is kept stays at its rotary position.
+    Text is always kept, and what is kept stays at its rotary position and with its frame.
 
     Args:
         prompt: one row's prompt.
@@ -56,6 +56,7 @@ def keep_positions(prompt: Prompt, keep: Tensor) -> Prompt:
         spans=tuple(spans),
         position_ids=prompt.positions()[keep],
         end_position=prompt.next_position,
+        frame_ids=prompt.frames()[keep],
     )
 
 
