@@ -276,6 +276,19 @@ def test_chat_prompts(task):
     assert ask(f"<image>\n{text}") == PROMPTS["chat_prompts"][task]
 
 
+def test_system_message_is_there_with_the_tokenizers_template():
+    """The tokenizer that VidLaDA is trained from has a template without one."""
+
+    def render(messages, **_):
+        return " | ".join(f"{message['role']}: {message['content']}" for message in messages)
+
+    tokenizer = SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=render)
+    processor = VlmProcessor(tokenizer, LlavaLLaDAVideoConfig.from_dict(vidlada_raw()))
+    text = processor.render([{"role": "user", "content": "what ?"}])
+    assert text.startswith("system: You are a helpful language and vision assistant.")
+    assert text.endswith("| user: what ?")
+
+
 def test_think_modes_and_time_instruction():
     text, expected = PROMPTS["task_prompts"]["egoschema"], PROMPTS["chat_prompts"]
     assert ask(text, "none") == expected["no_think_mode_absent"]
