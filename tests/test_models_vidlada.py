@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import dlm_decode
 from dlm_decode import cache as caches
 from dlm_decode import models, samplers
+from dlm_decode.cache.dual import Dual
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Prompt, VisualSpan
 from dlm_decode.errors import CheckpointError, InvalidInputError, MediaError, UnknownNameError
 from dlm_decode.models.lavida import LavidaLLaDAModelLM
@@ -52,7 +53,7 @@ def test_tower(backend, limit):
     model = vidlada()
     model.set_attn_implementation(backend)
     with torch.no_grad():
-        features = model.model.vision_tower(TENSORS["frames"])
+        features = model._vision.vision_tower(TENSORS["frames"])
         projected = model.encode_tiles(TENSORS["frames"])[:1]
         prompt = model.encode_prompt(**vidlada_prompt())
     assert (features - TENSORS["vision_features"]).abs().max() < limit
@@ -275,6 +276,19 @@ def test_chat_prompts(task):
     assert ask(f"<image>\n{text}") == PROMPTS["chat_prompts"][task]
 
 
+def test_system_message_is_there_with_the_tokenizers_template():
+    """The tokenizer that VidLaDA is trained from has a template without one."""
+
+    def render(messages, **_):
+        return " | ".join(f"{message['role']}: {message['content']}" for message in messages)
+
+    tokenizer = SimpleNamespace(chat_template="{{ messages }}", apply_chat_template=render)
+    processor = VlmProcessor(tokenizer, LlavaLLaDAVideoConfig.from_dict(vidlada_raw()))
+    text = processor.render([{"role": "user", "content": "what ?"}])
+    assert text.startswith("system: You are a helpful language and vision assistant.")
+    assert text.endswith("| user: what ?")
+
+
 def test_think_modes_and_time_instruction():
     text, expected = PROMPTS["task_prompts"]["egoschema"], PROMPTS["chat_prompts"]
     assert ask(text, "none") == expected["no_think_mode_absent"]
@@ -320,7 +334,7 @@ def test_caches_know_each_tokens_frame(model):
     """In every view, with padding and with guidance's twins."""
     seen = []
 
-    class Watching(type(caches.make("dual"))):
+    class Watching(Dual):
         def start(self):
             cache = super().start()
             memory = cache.memory
