@@ -231,9 +231,12 @@ class _Progress:
         return self.block, self.step, self.num_open, self.num_left
 
     def quota(self, places: Sequence[int]) -> Tensor:
-        """`(B,)` positions that the schedule commits now; 0 once a block's steps are over."""
-        num_rows = len(self.block)
-        quota = [self._quota_of_row(*places[row::num_rows]) for row in range(num_rows)]
+        """`(B,)` positions to commit now: what the schedule says, and no less than one.
+
+        Programs that let a step pass have 0 where the schedule does, and once its steps are over.
+        """
+        num_rows, least = len(self.block), int(not self.quirks.blocks_end_after_steps)
+        quota = [max(least, self._quota_of_row(*places[row::num_rows])) for row in range(num_rows)]
         return torch.tensor(quota, device=self.block.device)
 
     def _quota_of_row(self, block: int, step: int, num_open: int, num_left: int) -> int:

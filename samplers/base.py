@@ -26,7 +26,8 @@ class StepContext:
         is_open: `(B, C)` bool, positions that are not committed yet.
         eligible: `(B, C)` bool, open positions that may be committed now: inside the row's block
             and before its stop. A row without any is finished.
-        quota: `(B,)` positions that the schedule commits in this step.
+        quota: `(B,)` positions that the schedule commits in this step: at least 1, but for presets
+            of programs that let a step pass.
         block: `(B,)` index of each row's block.
         step_in_block: `(B,)` steps that the row has taken in its block.
         step: steps of the whole call so far.
