@@ -236,8 +236,10 @@ def draw_map(found: dict[str, Any], path: str | Path) -> Path:
     """Draws a `disagreement_map`; the suffix of `path` (.png, .svg) decides the format.
 
     Raises:
-        InvalidInputError: matplotlib is not installed.
+        InvalidInputError: matplotlib is not installed, or the map is of no step.
     """
+    if not found["open"]:
+        raise InvalidInputError("no response has visual tokens, so there is no map to draw.")
     try:
         from matplotlib.figure import Figure
     except ImportError:

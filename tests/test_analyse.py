@@ -172,6 +172,11 @@ def test_command(checkpoint, tmp_path, capsys):
     assert main(["analyse", "--trajectory", "nowhere.jsonl", "--output", str(tmp_path)]) == 2
 
 
+def test_a_map_of_nothing_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match="no map to draw"):
+        draw_map(disagreement_map([]), tmp_path / "map.png")
+
+
 def test_picture_of_a_map(tmp_path):
     pytest.importorskip("matplotlib")
     found = disagreement_map([AGREEING])
