@@ -95,8 +95,8 @@ class GivenIds:
             )
         if stop is False:
             return []
-        is_many = isinstance(stop, Iterable) and not isinstance(stop, str)
-        given = [] if stop is None else list(stop) if is_many else [stop]
+        is_single = isinstance(stop, str) or not isinstance(stop, Iterable)
+        given: list[Any] = [] if stop is None else [stop] if is_single else list(stop)
         sequences = []
         for entry in given:
             ids = self.ids((entry,) if isinstance(entry, int) else entry, "a stop sequence")
