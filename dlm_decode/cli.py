@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from dlm_decode.errors import DlmError, InvalidInputError, UnknownNameError
 __all__ = ["main"]
 
 _USER_ERROR = 2
+_BROKEN_PIPE = 141  # as shells report SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,9 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     arguments = build_parser(is_training=given[:1] == ["train-tiny"]).parse_args(given)
     try:
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()  # a closed pipe is noticed here, and not when the interpreter ends
+        return code
     except DlmError as error:
         print(f"dlm-decode: {error}", file=sys.stderr)
+        return _USER_ERROR
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        # What is left in the buffer would fail again when the interpreter flushes it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"dlm-decode: {error.filename!r}: {error.strerror}", file=sys.stderr)
         return _USER_ERROR
     except KeyboardInterrupt:
         print("dlm-decode: interrupted", file=sys.stderr)
@@ -156,7 +169,7 @@ def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
 
 def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from dlm_decode import cache as caches
-    from dlm_decode import samplers
+    from dlm_decode import quota, samplers, vision
 
     spec = arguments.sampler
     if arguments.set:
@@ -183,7 +196,10 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in names}
     if arguments.cache not in (None, "none"):
         options["cache"] = caches.make(arguments.cache)
-    return {"sampler": samplers.make(spec), "stages": arguments.stage, **options}
+    if arguments.schedule is not None:
+        options["schedule"] = quota.make(arguments.schedule)
+    stages = [vision.make(stage) for stage in arguments.stage]
+    return {"sampler": samplers.make(spec), "stages": stages, **options}
 
 
 def _add_video_options(parser: argparse.ArgumentParser) -> None:

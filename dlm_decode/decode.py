@@ -240,15 +240,17 @@ class _Progress:
         return self.block, self.step, self.num_open, self.num_left
 
     def quota(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """What the schedule commits now: `(B,)` counts, and shares of the open positions.
+        """What the schedule says now: `(B,)` counts, and shares of the open positions.
 
-        Once a block's steps are over, the count is 0; from its last step on the share is 1.
+        Counts are at least 1. Programs that let a step pass have 0 where the schedule does, and
+        once its steps are over. From a block's last step on the share is 1.
         """
         rows = [places[row :: len(self.block)] for row in range(len(self.block))]
         counts = [self._quota_of_row(*row) for row in rows]
         shares = [self._share_of_row(*row, count) for row, count in zip(rows, counts, strict=True)]
         both = torch.tensor([counts, shares], dtype=torch.float64).to(self.block.device)
-        return both[0].long(), both[1].float()
+        least = int(not self.quirks.blocks_end_after_steps)
+        return both[0].long().clamp_min(least), both[1].float()
 
     def _quota_of_row(self, block: int, step: int, num_open: int, num_left: int) -> int:
         if block < 0:

@@ -49,7 +49,9 @@ class UnknownNameError(InvalidInputError):
 
     def __init__(self, kind: str, name: str, available: Iterable[str]) -> None:
         known = sorted(available)
-        near = difflib.get_close_matches(name, known, n=1)
+        near = (
+            [name.lower()] if name.lower() in known else difflib.get_close_matches(name, known, 1)
+        )
         hint = f" Did you mean {near[0]!r}?" if near else ""
         listing = ", ".join(known) or "none is registered"
         super().__init__(f"unknown {kind} {name!r}.{hint} Available: {listing}.")

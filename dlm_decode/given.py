@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,8 @@ class GivenIds:
         """Ids of a text or of ids that are ids already; `name` is for messages."""
         if value is None:
             return None
+        if not isinstance(value, Iterable):
+            raise InvalidInputError(f"{name} must be a text or a sequence of ids, got {value!r}.")
         ids = tuple(
             self.require_processor(f"{name} as text").encode(value)
             if isinstance(value, str)
@@ -93,7 +95,8 @@ class GivenIds:
             )
         if stop is False:
             return []
-        given = [] if stop is None else [stop] if isinstance(stop, (str, int)) else list(stop)
+        is_single = isinstance(stop, str) or not isinstance(stop, Iterable)
+        given: list[Any] = [] if stop is None else [stop] if is_single else list(stop)
         sequences = []
         for entry in given:
             ids = self.ids((entry,) if isinstance(entry, int) else entry, "a stop sequence")

@@ -8,6 +8,7 @@ they hold.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,12 +145,13 @@ class StepRecord:
                     "route": "FULL" if "FULL" in views else next(iter(views), None),
                     "commits": commits,
                     "draft": drafts,
-                    "info": {name: value[row].item() for name, value in info.items()},
+                    "info": {name: _finite(value[row].item()) for name, value in info.items()},
                 }
             )
             if per_token:
                 rows[-1]["per_token"] = {
-                    name: value[row][commit[row]].tolist() for name, value in per_token.items()
+                    name: [_finite(number) for number in value[row][commit[row]].tolist()]
+                    for name, value in per_token.items()
                 }
             if probes:
                 rows[-1]["probes"] = {
@@ -166,6 +168,11 @@ class StepRecord:
             "forwards": [forward.to_dict() for forward in self.forwards],
             "rows": rows,
         }
+
+
+def _finite(number: float) -> float | None:
+    """The number, or `None` where JSON has no word for it."""
+    return number if math.isfinite(number) else None
 
 
 @dataclass
@@ -192,9 +199,9 @@ class Trajectory:
 
         A step has `step`, `seconds`, `forwards` and per active row `block`, `route`, `commits` as
         `[position, token, text, confidence, reason]`, `draft` as `[position, token, text,
-        confidence]`, and `info`. Where a sampler says more about its commits there is `per_token`,
-        a list per name in the order of `commits`; where views were probed, `probes` has a list like
-        `draft` per view.
+        confidence]`, and `info`, with `None` for an infinite number. Where a sampler says more
+        about its commits there is `per_token`, a list per name in the order of `commits`; where
+        views were probed, `probes` has a list like `draft` per view.
         """
         yield self.run
         for step in self.steps:

@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -40,6 +41,8 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[Any]] = {}
         self._aliases: dict[str, str] = {}
         self._is_loaded = self._is_loading = False
+        # Whoever asks while another thread loads waits for it; modules that load may ask again.
+        self._lock = threading.RLock()
 
     def register(self, name: str) -> Callable[[C], C]:
         """Class decorator that makes `name` known.
@@ -72,14 +75,17 @@ class Registry(Generic[T]):
         self._aliases[name] = spec
 
     def _load(self) -> None:
-        if self._is_loaded or self._is_loading:
+        if self._is_loaded:
             return
-        self._is_loading = True
-        try:
-            self._load_all()
-            self._is_loaded = True
-        finally:
-            self._is_loading = False
+        with self._lock:
+            if self._is_loaded or self._is_loading:
+                return
+            self._is_loading = True
+            try:
+                self._load_all()
+                self._is_loaded = True
+            finally:
+                self._is_loading = False
 
     def _load_all(self) -> None:
         package = importlib.import_module(self.package)
@@ -130,6 +136,11 @@ class Registry(Generic[T]):
                     f"{self.kind} {spec.__name__} is a class; "
                     f"pass an instance, as in {spec.__name__}()."
                 )
+            if not dataclasses.is_dataclass(spec):
+                raise InvalidInputError(
+                    f"{self.kind} must be a name, a spec such as 'name:key=value' or an instance, "
+                    f"got {spec!r}."
+                )
             if options:
                 raise InvalidInputError(
                     f"options {sorted(options)} were given beside a {self.kind} instance; "
@@ -142,10 +153,14 @@ class Registry(Generic[T]):
         if name.strip() in self._aliases:
             return self.make(self._aliases[name.strip()], knobs)
         cls = self.get(name.strip())
-        allowed = {field.name for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
-        for key in knobs:
+        allowed = {field.name: field.type for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+        for key, value in knobs.items():
             if key not in allowed:
                 raise UnknownNameError(f"option of {self.kind} {name!r}", key, allowed)
+            if allowed[key] in (bool, "bool") and not isinstance(value, bool):
+                raise InvalidInputError(
+                    f"{key} of {self.kind} {name!r} must be true or false, got {value!r}."
+                )
         try:
             return cls(**knobs)
         except (TypeError, ValueError) as error:

@@ -90,10 +90,12 @@ class Settings:
         if self.preset is not None and self.preset not in PRESETS:
             raise UnknownNameError("preset", str(self.preset), PRESETS)
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,)
-        if not all(isinstance(seed, int) and 0 <= seed < 2**63 for seed in seeds):
+        if not all(_is_whole(seed) and 0 <= seed < 2**63 for seed in seeds):
             raise InvalidInputError(
                 f"seed must be whole numbers from 0 to 2**63 - 1, got {self.seed!r}."
             )
+        if not isinstance(self.eos_last, bool):
+            raise InvalidInputError(f"eos_last must be True or False, got {self.eos_last!r}.")
         if not isinstance(self.time_instruction, bool):
             raise InvalidInputError(
                 f"time_instruction must be True or False, got {self.time_instruction!r}."

@@ -188,14 +188,15 @@ def step_scalars(record: Record) -> dict[str, float]:
     counts: Counter[str] = Counter()
     for forward in record["forwards"]:
         counts[f"forwards/{forward['view']}/{forward['kind']}"] += len(forward["rows"])
-    said: dict[str, list[float]] = {}
+    said: dict[str, list[float | None]] = {}
     for row in record["rows"]:
         counts[f"route/{row['route']}"] += 1
         for name, value in row["info"].items():
-            said.setdefault(f"info/{name}", []).append(float(value))
+            said.setdefault(f"info/{name}", []).append(value)
         for name, values in row.get("per_token", {}).items():
-            said.setdefault(f"info/{name}", []).extend(map(float, values))
-    means = {name: sum(values) / len(values) for name, values in said.items() if values}
+            said.setdefault(f"info/{name}", []).extend(values)
+    known = {name: [float(v) for v in values if v is not None] for name, values in said.items()}
+    means = {name: sum(values) / len(values) for name, values in known.items() if values}
     return {**scalars, **counts, **means}
 
 

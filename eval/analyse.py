@@ -236,8 +236,10 @@ def draw_map(found: dict[str, Any], path: str | Path) -> Path:
     """Draws a `disagreement_map`; the suffix of `path` (.png, .svg) decides the format.
 
     Raises:
-        InvalidInputError: matplotlib is not installed.
+        InvalidInputError: matplotlib is not installed, or the map is of no step.
     """
+    if not found["open"]:
+        raise InvalidInputError("no response has visual tokens, so there is no map to draw.")
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -397,11 +399,16 @@ def _claim(path: Path, settings: dict[str, Any]) -> None:
             f"{str(path.parent)!r} was written with other settings; choose another --output or "
             "remove it."
         )
-    path.write_text(text, encoding="utf-8")
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)  # in one piece: a run that is killed here can be resumed
 
 
 def _is_finished(path: Path, num_rows: int) -> bool:
     if not path.exists():
         return False
-    records = read_records(path)
+    try:
+        records = read_records(path)
+    except InvalidInputError:  # a run that was killed in its first line
+        return False
     return records[-1]["type"] == "end" and len(records[0]["rows"]) == num_rows

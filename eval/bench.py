@@ -136,6 +136,10 @@ def bench(
         "stop": False,
     }
     lengths = {"gen_length": size.gen_length, "steps": size.steps}
+    asks = [
+        {**ask, **{k: v for k, v in lengths.items() if k != "steps" or not _names_steps(variant)}}
+        for variant in variants
+    ]
     seconds: list[list[float]] = [[] for _ in variants]
     costs: list[Any] = [None] * len(variants)
     for number in tqdm(range(rounds + 1), desc="rounds"):
@@ -143,7 +147,7 @@ def bench(
         for place in order:
             _synchronize(vlm.device)
             began = time.perf_counter()
-            out = vlm.generate(**ask, **{**lengths, **variants[place].options})
+            out = vlm.generate(**{**asks[place], **variants[place].options})
             _synchronize(vlm.device)
             if number:
                 seconds[place].append(time.perf_counter() - began - out.cost.seconds_prefill)
@@ -165,6 +169,10 @@ def bench(
             }
         )
     return rows
+
+
+def _names_steps(variant: Variant) -> bool:
+    return any(key in variant.options for key in ("steps_per_block", "step_ratio"))
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:

@@ -369,7 +369,8 @@ class Results(Generic[S]):
             except ValueError:
                 break
         expected = json.loads(json.dumps(self.settings))
-        if not entries or entries[0].get("settings") != expected:
+        first = entries[0] if entries and isinstance(entries[0], dict) else {}
+        if first.get("settings") != expected:
             raise InvalidInputError(
                 f"{str(self.path)!r} was written with other settings; choose another --output or "
                 "remove it."

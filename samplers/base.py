@@ -26,7 +26,8 @@ class StepContext:
         is_open: `(B, C)` bool, positions that are not committed yet.
         eligible: `(B, C)` bool, open positions that may be committed now: inside the row's block
             and before its stop. A row without any is finished.
-        quota: `(B,)` positions that the schedule commits in this step.
+        quota: `(B,)` positions that the schedule commits in this step: at least 1, but for presets
+            of programs that let a step pass.
         share: `(B,)` float32, the quota as a share of the block's open positions, before rounding.
         block: `(B,)` index of each row's block.
         step_in_block: `(B,)` steps that the row has taken in its block.

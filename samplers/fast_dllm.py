@@ -7,12 +7,18 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from dlm_decode import cache as caches
 from dlm_decode.cache import CachePolicy
 from dlm_decode.confidence import select_top
-from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.errors import UnknownNameError
 from dlm_decode.predictor import FULL, Prediction, Predictor
 from dlm_decode.samplers import register_alias, register_sampler
-from dlm_decode.samplers.acceptance import above_threshold, by_factor, check_share
+from dlm_decode.samplers.acceptance import (
+    above_threshold,
+    by_factor,
+    check_not_negative,
+    check_share,
+)
 from dlm_decode.samplers.base import Step, StepContext
 
 __all__ = ["FastDllm"]
@@ -40,7 +46,7 @@ class FastDllm:
             dual cache after its steps, even with positions left open. `None` has them fixed.
 
     Raises:
-        UnknownNameError: an unknown rule or version.
+        UnknownNameError: an unknown rule, version or cache policy.
         InvalidInputError: a threshold outside [0, 1] or a negative factor.
 
     Source: Fast-dLLM (arXiv 2505.22618).
@@ -60,8 +66,8 @@ class FastDllm:
         if self.version not in (None, *get_args(Version)):
             raise UnknownNameError("version", str(self.version), get_args(Version))
         check_share("threshold", self.threshold)
-        if self.factor < 0:
-            raise InvalidInputError(f"factor must be at least 0, got {self.factor!r}.")
+        check_not_negative("factor", self.factor)
+        caches.check(self.cache)
 
     def preset(self, cache: CachePolicy | None) -> str | None:
         """Preset of the loop that goes with the version."""

@@ -8,11 +8,18 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from dlm_decode import cache as caches
+from dlm_decode.cache.prefix import check_interval
 from dlm_decode.confidence import rank_descending, select_top
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.predictor import FULL, TEXT_ONLY, TEXT_ONLY_ORIGINAL, Prediction, Predictor, View
 from dlm_decode.samplers import register_alias, register_sampler
-from dlm_decode.samplers.acceptance import above_threshold, by_factor, check_share
+from dlm_decode.samplers.acceptance import (
+    above_threshold,
+    by_factor,
+    check_not_negative,
+    check_share,
+)
 from dlm_decode.samplers.base import Step, StepContext
 
 __all__ = ["Lown", "LownState", "blocked_by_guard", "certified_prefix", "full_step_commit"]
@@ -206,10 +213,10 @@ class Lown:
             cache.
 
     Raises:
-        UnknownNameError: an unknown value of a named option.
-        InvalidInputError: a period below 1, a share or budget outside (0, 1], an option that the
-            access has no use for, or (when decoding starts) a budget that cannot pay the first FULL
-            forward.
+        UnknownNameError: an unknown value of a named option, or an unknown cache policy.
+        InvalidInputError: a period below 1, a negative factor, a share or budget outside (0, 1],
+            an option that the access has no use for, or (when decoding starts) a budget that cannot
+            pay the first FULL forward.
 
     Source: LOWN (arXiv 2610.36671).
     """
@@ -252,13 +259,15 @@ class Lown:
                 raise InvalidInputError(
                     f"{name} needs access={access!r}, got {self.access!r}; drop one of them."
                 )
-        if self.every is not None and self.every < 1:
-            raise InvalidInputError(f"every must be at least 1, got {self.every}.")
+        check_interval("every", self.every)
         for name in ("full_share", "budget"):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise InvalidInputError(f"{name} must be above 0 and at most 1, got {value}.")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 < value <= 1):
+                raise InvalidInputError(f"{name} must be above 0 and at most 1, got {value!r}.")
         check_share("threshold", self.threshold)
+        check_not_negative("factor", self.factor)
+        caches.check(self.cache)
 
     @property
     def _text_view(self) -> View:

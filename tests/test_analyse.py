@@ -172,8 +172,21 @@ def test_command(checkpoint, tmp_path, capsys):
     assert main(["analyse", "--trajectory", "nowhere.jsonl", "--output", str(tmp_path)]) == 2
 
 
+def test_a_map_of_nothing_is_refused(tmp_path):
+    with pytest.raises(InvalidInputError, match="no map to draw"):
+        draw_map(disagreement_map([]), tmp_path / "map.png")
+
+
 def test_picture_of_a_map(tmp_path):
     pytest.importorskip("matplotlib")
     found = disagreement_map([AGREEING])
     for suffix, start in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         assert draw_map(found, tmp_path / f"map.{suffix}").read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("left", ["", '{"type": "ru'])
+def test_a_run_that_was_killed_in_its_first_line_resumes(vlm, tmp_path, left):
+    (path,) = record_scenes(vlm, {"sampler": "baseline"}, tmp_path, limit=1)
+    path.write_text(left)
+    assert record_scenes(vlm, {"sampler": "baseline"}, tmp_path, limit=1) == [path]
+    assert len(read_responses([path])) == 1

@@ -52,3 +52,9 @@ def test_bad_sizes():
         BenchSize(visual_side=0)
     with pytest.raises(InvalidInputError, match="at least one variant"):
         bench(random_vlm(SIZE), [], SIZE)
+
+
+def test_steps_may_be_given_in_every_way():
+    names = ("baseline", "baseline@step_ratio=0.25", "baseline@steps_per_block=3")
+    rows = bench(random_vlm(SIZE), [Variant.parse(name) for name in names], SIZE, rounds=1)
+    assert [row["forwards"]["FULL/full"] for row in rows] == [4, 2, 3]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from test_vlm import picture
 
 from dlm_decode import cache as caches
@@ -280,3 +282,38 @@ def test_a_sampler_brings_its_cache(vlm):
 def test_bad_policies(spec, message):
     with pytest.raises(InvalidInputError, match=message):
         caches.make(spec)
+
+
+@given(
+    schedule=st.sampled_from(["uniform", "dream", "cosine", "shift:shift=3.0"]),
+    policy=st.sampled_from(["none", *sorted(caches.names())]),
+    knobs=st.sampled_from(["", ",guard=none", ",parallel=factor", ",order=confidence"]),
+    budget=st.floats(0.3, 1.0),
+    lengths=st.sampled_from([(12, 12, 4), (12, 7, 5), (9, 9, 9), (8, 16, 3)]),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_budget_holds_over_every_cache_and_schedule(
+    vlm, schedule, policy, knobs, budget, lengths, temperature
+):
+    gen_length, steps, block_length = lengths
+    ask = {
+        "sampler": f"lown:budget={budget}{knobs}",
+        "cache": policy,
+        "schedule": schedule,
+        "temperature": temperature,
+        "gen_length": gen_length,
+        "steps": steps,
+        "block_length": block_length,
+        "stop": False,
+    }
+    both = vlm.generate(QUESTIONS, images=pictures(2), **ask)
+    assert vlm.model.special_ids.mask not in both.sequences
+    for row, question in enumerate(QUESTIONS):
+        assert both.cost.row_flops[row] <= budget * both.cost.row_baseline_flops[row]
+        assert sum(bool(step.active[row]) for step in both.trajectory.steps) <= steps
+        alone = vlm.generate(question, images=pictures(2)[row], **ask)
+        assert alone.sequences[0].tolist() == both.sequences[row].tolist()
+        assert alone.cost.flops == both.cost.row_flops[row]

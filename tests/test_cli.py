@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 from PIL import Image
@@ -209,3 +211,31 @@ def test_demo_answers_about_three_pictures(capsys):
     assert sum(line.endswith(".png") for line in shown.splitlines()) == 3
     assert "picked because the shipped model answers" in shown
     assert shown.count("GFLOPs]") == shown.count("expected: ") >= 3
+
+
+def test_a_closed_pipe_is_no_error():
+    command = [sys.executable, "-c", "from dlm_decode.cli import main; raise SystemExit(main())"]
+    with subprocess.Popen(
+        [*command, "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # as `head` does once it has seen enough
+        errors = process.stderr.read().decode()
+    assert "Traceback" not in errors and "BrokenPipe" not in errors
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize("command", ["eval scenes", "compare --variant baseline", "analyse"])
+def test_a_folder_that_cannot_be_written_is_one_line(checkpoint, tmp_path, capsys, command):
+    (tmp_path / "file").write_text("")
+    where = ["--limit", "1", "--output", str(tmp_path / "file" / "below")]
+    assert main([*command.split(), "--model", str(checkpoint), *where]) == 2
+    (line,) = (text for text in capsys.readouterr().err.splitlines() if "dlm-decode:" in text)
+    assert str(tmp_path / "file") in line
+
+
+@pytest.mark.parametrize("mistake", [("--stage", "strid"), ("--schedule", "lineer")])
+def test_names_are_checked_before_the_model_is_loaded(tmp_path, capsys, mistake):
+    none = str(tmp_path / "none")
+    assert main(["generate", "--model", none, "--prompt", "what ?", *mistake]) == 2
+    assert "Did you mean" in capsys.readouterr().err

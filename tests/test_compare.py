@@ -44,6 +44,7 @@ def test_variants_are_read():
         ("baseline@stepz=4", "cannot read 'stepz=4'"),
         ("baseline@steps=four", "is no number"),
         ("baseline+strid", "Did you mean 'stride'"),
+        ("lown:cache=prefx", "Did you mean 'prefix'"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             Variant.parse(text)
@@ -389,3 +390,12 @@ def test_a_schedule_is_part_of_a_setting(vlm, tmp_path):
     assert [row["questions"] for row in rows] == [2, 2, 2]
     again = compare(vlm, [Variant.parse(name) for name in names], tmp_path, limit=2)
     assert again == rows
+
+
+@pytest.mark.parametrize("text", ["5", "[1, 2]", "null", "words"])
+def test_a_file_of_something_else_is_left_alone(tmp_path, text):
+    path = tmp_path / "other.jsonl"
+    path.write_text(text + "\n")
+    with pytest.raises(InvalidInputError, match="other settings"):
+        Results(path, {})
+    assert path.read_text() == text + "\n"

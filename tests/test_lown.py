@@ -266,6 +266,15 @@ def test_rows_route_on_their_own():
         {"every": 0, "access": "every"},
         {"full_share": 0, "access": "random"},
         {"positions": "old"},
+        {"access": "every", "every": "2"},
+        {"access": "every", "every": 1.5},
+        {"budget": "0.5"},
+        {"budget": True},
+        {"budget": float("nan")},
+        {"factor": -1.0},
+        {"factor": "1"},
+        {"cache": "prefx"},
+        {"cache": "dllm:transfer_ratio='x'"},
     ],
 )
 def test_bad_options(options):
@@ -338,3 +347,19 @@ def test_an_ample_budget_changes_nothing_and_a_tight_one_saves():
 def test_a_budget_below_one_forward_is_refused():
     with pytest.raises(InvalidInputError, match=r"below the cost of one FULL forward \(0\.2500"):
         decode([0, 1, 2, 3], [0, 1, 2, 3], Settings(4, 4, 4), Lown(budget=0.2))
+
+
+@pytest.mark.parametrize("last", [(), (EOS,)])
+def test_a_step_of_which_the_schedule_asks_nothing_commits_one_by_the_rules(last):
+    """`dream` rounds its first counts down to 0; text alone must not decide such a step."""
+    full, text = [EOS, 1, 2, 3, 4, 5], [6] * 6
+    schedule = Settings(6, 6, 6, schedule="dream")
+    assert 0 in schedule.quotas.counts(6, 6)
+    ours, baseline = (
+        decode(full, text, schedule, sampler, last=last)
+        for sampler in (Lown(budget=1.0), "baseline")
+    )
+    for done in (ours, baseline):
+        assert done.tokens.tolist() == [full]
+        assert not any(record.reasons["forced"].any() for record in done.records)
+        assert bool(done.records[0].commit[0, 0]) is not bool(last), "EOS may have to wait"

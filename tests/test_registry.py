@@ -1,11 +1,13 @@
+import time
 from dataclasses import dataclass
+from threading import Barrier, Thread
 
 import pytest
 
 import dlm_decode
 from dlm_decode import samplers, stages
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.registry import describe
+from dlm_decode.registry import Registry, describe
 from dlm_decode.samplers.baseline import Baseline
 
 
@@ -32,6 +34,11 @@ def test_spec_and_instance():
         ("baseline:remaskin=margin", "Did you mean 'remasking'"),
         ("baseline:remasking=marginal", "Did you mean 'margin'"),
         ("baseline:margin", "name:key=value"),
+        ("BASELINE", "Did you mean 'baseline'"),
+        ("lown:guard_exempt_special=maybe", "must be true or false, got 'maybe'"),
+        ("fast_dllm:factor=many", "factor must be a number of at least 0"),
+        (3, "must be a name, a spec such as 'name:key=value' or an instance, got 3"),
+        (None, "got None"),
     ],
 )
 def test_mistakes_are_named(spec, message):
@@ -69,3 +76,23 @@ def test_unknown_name_lists_what_exists():
     with pytest.raises(UnknownNameError) as caught:
         samplers.get("nothing like it")
     assert "baseline" in caught.value.available
+
+
+def test_threads_that_load_at_once_all_find_everything():
+    registry, start, found = Registry("sampler", "dlm_decode.samplers", "none"), Barrier(4), []
+
+    def load():
+        time.sleep(0.05)
+        registry._classes["late"] = Baseline
+
+    def look():
+        start.wait()
+        found.append(registry.names())
+
+    registry._load_all = load
+    threads = [Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [["late"]] * 4

@@ -59,7 +59,15 @@ def test_lengths_follow_the_ones_that_are_named():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1}, {"cfg_scale": float("nan")}, {"preset": "offical"}, {"seed": -1}]
+    "bad",
+    [
+        {"temperature": -1},
+        {"cfg_scale": float("nan")},
+        {"preset": "offical"},
+        {"seed": -1},
+        {"seed": True},
+        {"eos_last": "yes"},
+    ],
 )
 def test_settings_reject(bad):
     with pytest.raises(InvalidInputError):

@@ -187,3 +187,18 @@ def _put(tree, keys, value):
     for key in parents:
         tree = tree.setdefault(key, {})
     tree[last] = value
+
+
+def test_an_infinite_number_is_valid_json(vlm, tmp_path):
+    """With one token to choose from, its logit stands infinitely far above the next."""
+    path = tmp_path / "out.jsonl"
+    out = vlm.generate("where is it ?", sampler="prophet", top_k=1, track=f"jsonl:{path}")
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    for line in path.read_text(encoding="utf-8").splitlines():
+        json.loads(line, parse_constant=refuse)
+    step = out.trajectory.steps[0].to_dict()
+    assert step["rows"][0]["info"] == {"logit_margin": None}
+    assert "info/logit_margin" not in step_scalars(step)

@@ -377,6 +377,8 @@ def test_trajectory_file_round_trip(vlm, tmp_path):
         ({"prompt": "a", "seed": [1, 2]}, "seed has 2 entries for 1 rows"),
         ({"prompt": "a", "stop": [[]]}, "a stop sequence is empty"),
         ({"prompt": "a", "stop": True}, "stop=True means nothing"),
+        ({"prompt": "a", "stop": 5.5}, "must be a text or a sequence of ids, got 5.5"),
+        ({"prompt": "a", "prefill": 5}, "prefill must be a text or a sequence of ids, got 5"),
         ({"prompt": "a", "suffix": ""}, "suffix is empty"),
         (
             {"prompt": "a", "prefill": [-1, 5]},

@@ -8,7 +8,7 @@ from typing import Any
 from dlm_decode.cache.base import CachePolicy
 from dlm_decode.registry import Registry
 
-__all__ = ["CachePolicy", "get", "make", "names", "register_cache"]
+__all__ = ["CachePolicy", "check", "get", "make", "names", "register_cache"]
 
 _registry: Registry[CachePolicy] = Registry("cache policy", "dlm_decode.cache", "dlm_decode.cache")
 register_cache = _registry.register
@@ -22,6 +22,12 @@ def names() -> list[str]:
 def get(name: str) -> type[CachePolicy]:
     """The cache policy class called `name`; raises `UnknownNameError`."""
     return _registry.get(name)
+
+
+def check(spec: str | None) -> None:
+    """Raises what `make` does unless `spec` makes a policy; `None` and `"none"` are no cache."""
+    if spec not in (None, "none"):
+        make(spec)
 
 
 def make(spec: CachePolicy | str, options: Mapping[str, Any] | None = None) -> CachePolicy:

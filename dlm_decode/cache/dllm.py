@@ -56,7 +56,9 @@ class Dllm:
     def __post_init__(self) -> None:
         check_interval("prompt_interval", self.prompt_interval)
         check_interval("gen_interval", self.gen_interval)
-        if not 0 <= self.transfer_ratio <= 1:
+        ratio = self.transfer_ratio
+        is_number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+        if not (is_number and 0 <= ratio <= 1):
             raise InvalidInputError(
                 f"transfer_ratio must be from 0 to 1, got {self.transfer_ratio!r}."
             )
