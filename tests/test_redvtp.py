@@ -156,7 +156,7 @@ def prompt_with(*spans, length=30):
     is_visual = torch.zeros(length, dtype=torch.bool)
     for start, count in spans:
         is_visual[start : start + count] = True
-    visual = tuple(VisualSpan(*span, index) for index, span in enumerate(spans))
+    visual = tuple(VisualSpan(start, count, index) for index, (start, count) in enumerate(spans))
     ids = torch.where(is_visual, IMAGE_TOKEN_ID, 1)
     return Prompt(torch.zeros(length, 4), ids, is_visual, visual)
 
