@@ -23,6 +23,7 @@ __all__ = [
     "Geometry",
     "Routing",
     "VisionGeometry",
+    "attention_row_flops",
     "forward_flops",
     "head_flops",
     "kv_bytes_per_token",
@@ -96,6 +97,18 @@ def forward_flops(geometry: Geometry, queries: int, keys: int, values: int = 0) 
     return geometry.num_layers * (projections + attention + mlp)
 
 
+def attention_row_flops(geometry: Geometry, rows: int, keys: int, layers: int) -> int:
+    """FLOPs of attention rows that are computed beside a forward, for one row of the batch.
+
+    Args:
+        geometry: model sizes.
+        rows: queries whose attention is asked for.
+        keys: positions that they attend to.
+        layers: layers that are asked.
+    """
+    return 2 * layers * rows * keys * geometry.num_heads * geometry.head_dim
+
+
 def head_flops(geometry: Geometry, positions: int) -> int:
     """FLOPs of the language-model head at `positions` positions."""
     return 2 * positions * geometry.hidden_size * geometry.vocab_size
@@ -153,6 +166,8 @@ class Forward:
         head_positions: positions given to the language-model head, per entry of `rows`.
         flops: FLOPs of the decoder layers, summed over `rows`.
         head_flops: FLOPs of the head, summed over `rows`.
+        attention_rows: queries whose attention a stage asked for, per entry of `rows`; empty where
+            none did.
     """
 
     view: str
@@ -163,9 +178,11 @@ class Forward:
     head_positions: tuple[int, ...]
     flops: int
     head_flops: int
+    attention_rows: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The trajectory's form of this forward."""
+        """The trajectory's form of this forward; `attention_rows` only where a stage asked."""
+        asked = {"attention_rows": list(self.attention_rows)} if self.attention_rows else {}
         return {
             "view": self.view,
             "kind": self.kind,
@@ -175,6 +192,7 @@ class Forward:
             "head_positions": list(self.head_positions),
             "flops": self.flops,
             "head_flops": self.head_flops,
+            **asked,
         }
 
 
@@ -217,7 +235,7 @@ class Cost:
         forwards: row forwards by `(view, kind)`.
         baseline_forwards: row forwards of the baseline sampler with the same settings (FULL view).
         kv_bytes: most bytes of keys and values kept between forwards.
-        prompt_lengths: P per row, after vision stages.
+        prompt_lengths: P per row, as it enters the language model.
         visual_tokens: visual tokens that enter the language model, per row.
         seconds_prefill: from the call to the first step (vision encoder, prompt).
         seconds_decode: the steps.
@@ -226,6 +244,8 @@ class Cost:
         row_baseline_forwards: `baseline_forwards` per row.
         row_forwards: forwards of each row by view.
         row_view_flops: decoder FLOPs of each row by view.
+        kept_visual_tokens: visual tokens per row that were still read when the response was done;
+            fewer than `visual_tokens` where a stage pruned in between.
     """
 
     flops: int
@@ -245,6 +265,7 @@ class Cost:
     row_baseline_forwards: tuple[int, ...] = ()
     row_forwards: tuple[dict[str, int], ...] = ()
     row_view_flops: tuple[dict[str, int], ...] = ()
+    kept_visual_tokens: tuple[int, ...] = ()
 
     @property
     def relative(self) -> float:
@@ -293,6 +314,7 @@ class Cost:
             "kv_bytes": self.kv_bytes,
             "prompt_lengths": list(self.prompt_lengths),
             "visual_tokens": list(self.visual_tokens),
+            "kept_visual_tokens": list(self.kept_visual_tokens),
             "seconds_prefill": self.seconds_prefill,
             "seconds_decode": self.seconds_decode,
             "rows": [self._row(row) for row in range(len(self.row_flops))],
@@ -316,12 +338,14 @@ class Cost:
         kinds = ", ".join(f"{n} {view} {kind}" for (view, kind), n in self.forwards.items())
         saved = self.baseline_forwards - self.num_forwards
         note = f" ({saved} fewer than the schedule)" if saved > 0 else ""
+        kept, entered = sum(self.kept_visual_tokens), sum(self.visual_tokens)
+        pruned = f"{kept} of {entered} visual tokens kept; " if kept < entered else ""
         return (
             f"{self.num_forwards} forwards{note}: {kinds or 'none'}; "
             f"{self.flops / 1e9:.3g} GFLOPs in the decoder ({self.relative:.3f} of baseline), "
             f"{self.head_flops / 1e9:.3g} in the head, "
             f"{self.vision_flops / 1e9:.3g} in the vision encoder; "
-            f"{self.seconds_prefill:.2f} s prefill, {self.seconds_decode:.2f} s decode"
+            f"{pruned}{self.seconds_prefill:.2f} s prefill, {self.seconds_decode:.2f} s decode"
         )
 
 
@@ -360,16 +384,21 @@ class CostMeter:
         keys: Sequence[int],
         head_positions: Sequence[int],
         value_positions: Sequence[int] | None = None,
+        attention_rows: Sequence[int] = (),
+        asked_layers: int = 0,
     ) -> None:
         """Adds one view's share of a model call; lengths are per entry of `rows`.
 
-        `value_positions` are positions beside `queries` of which only values are computed.
+        `value_positions` are positions beside `queries` of which only values are computed;
+        `attention_rows` are queries whose attention was asked for in `asked_layers` layers.
         """
         probed = [0] * len(rows) if value_positions is None else value_positions
         per_row = [
             forward_flops(self.geometry, *lengths)
             for lengths in zip(queries, keys, probed, strict=True)
         ]
+        for entry, count in enumerate(attention_rows):
+            per_row[entry] += attention_row_flops(self.geometry, count, keys[entry], asked_layers)
         for row, flops in zip(rows, per_row, strict=True):
             self.row_flops[row] += flops
             self.row_forwards[row][view] += 1
@@ -383,6 +412,7 @@ class CostMeter:
             head_positions=tuple(head_positions),
             flops=sum(per_row),
             head_flops=head_flops(self.geometry, sum(head_positions)),
+            attention_rows=tuple(attention_rows),
         )
         self.flops += forward.flops
         self.head_flops += forward.head_flops

@@ -115,10 +115,14 @@ def decode(
         if is_first:  # it is no step of the schedule
             progress = _Progress.create(settings, canvas)
         update_stop_position(canvas, stops, quirks.stop_rule)
+        prunings = predictor.end_step()
         if on_step is not None:
             now = time.perf_counter()
+            seconds = now - began
             on_step(
-                StepRecord.create(step_index, now - began, context, step, forced, canvas, probed)
+                StepRecord.create(
+                    step_index, seconds, context, step, forced, canvas, probed, prunings
+                )
             )
             began = time.perf_counter()  # what `on_step` took is no part of the next step
         step_index += 1

@@ -15,11 +15,14 @@ from torch import Tensor
 from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memory
 from dlm_decode.canvas import NO_FRAME, Canvas, Prompt
 from dlm_decode.confidence import PreviousLogProb, Proposal, drop_unlikely, propose
-from dlm_decode.cost import CostMeter, forward_flops
+from dlm_decode.cost import CostMeter, attention_row_flops, forward_flops
 from dlm_decode.settings import Settings
+from dlm_decode.vision.watch import Pruning, Watch
 
 if TYPE_CHECKING:
+    from dlm_decode.models.attention import RowProbe
     from dlm_decode.models.base import DiffusionModel
+    from dlm_decode.vision.base import AttentionStage
 
 __all__ = ["FULL", "TEXT_ONLY", "TEXT_ONLY_ORIGINAL", "Prediction", "Predictor", "View"]
 
@@ -114,6 +117,7 @@ class Predictor:
             stage; what a cost budget is a share of.
         cache: policy that lets forwards reuse what earlier ones computed, one cache per view;
             `None` recomputes everything.
+        stage: prunes each row after its first forward with visual tokens; `None` for no such stage.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Predictor:
         suppressed_ids: Sequence[int] = (),
         baseline_flops: Sequence[int] | None = None,
         cache: CachePolicy | None = None,
+        stage: AttentionStage | None = None,
     ) -> None:
         self.model = model
         self.canvas = canvas
@@ -142,6 +147,13 @@ class Predictor:
         self.has_nan = torch.zeros((), dtype=torch.bool, device=self.device)
         lead = canvas.lead
         self._prompts = [_without_tail(prompt, lead) for prompt in prompts]
+        # What views with visual tokens show: the prompts, until a stage prunes them.
+        self._shown = list(self._prompts)
+        self._num_visual = [prompt.num_visual for prompt in prompts]
+        request = None if stage is None else stage.request()
+        self._watch = None
+        if stage is not None and request is not None:
+            self._watch = Watch(stage, request, self._prompts)
         self._lead_embeds = (
             torch.stack([prompt.embeds[prompt.length - lead :] for prompt in prompts])
             if lead
@@ -182,6 +194,11 @@ class Predictor:
     def has_cache(self) -> bool:
         """Whether forwards reuse what earlier ones computed."""
         return self._policy is not None
+
+    @property
+    def kept_visual_tokens(self) -> tuple[int, ...]:
+        """Visual tokens of each row that its forwards still read."""
+        return tuple(self._num_visual)
 
     @property
     def num_suffix(self) -> int:
@@ -291,17 +308,21 @@ class Predictor:
         unanswered = asked[~is_fed]
         asked, index, places = asked[is_fed], index[is_fed], places[is_fed]
         counts = torch.bincount(index, minlength=len(rows)).tolist()
+        probe = self._row_probe(view, rows, batch) if is_charged else None
         if is_charged:
-            self._charge(view, rows, counts, feed, batch)
+            self._charge(view, rows, counts, feed, batch, has_probe=probe is not None)
         inputs = (batch.embeds, batch.positions, batch.key_mask)
+        extra: dict[str, Any] = {} if probe is None else {"probe": probe}
         if cache is None:
-            hidden = self.model.hidden_states(*inputs)
+            hidden = self.model.hidden_states(*inputs, **extra)
         else:
-            hidden = self.model.hidden_states(*inputs, cache.memory(feed, batch))
+            hidden = self.model.hidden_states(*inputs, cache.memory(feed, batch), **extra)
             if feed.is_prompt:
                 cache.keep_last(batch, hidden)
             elif has_front:
                 hidden = cache.with_last(batch, hidden)
+        if probe is not None and self._watch is not None:
+            self._watch.take(probe)
         if not len(asked):
             return unanswered
         index, places = index.to(self.device), places.to(self.device)
@@ -321,8 +342,45 @@ class Predictor:
             getattr(prediction, name).index_put_((asked[:, 0], asked[:, 1]), values)
         return unanswered
 
+    def _row_probe(self, view: View, rows: list[int], batch: _Batch) -> RowProbe | None:
+        """Observes a forward that feeds the whole canvas of rows that the stage waits for."""
+        first = int(batch.start[0])
+        covers = first <= batch.canvas_start
+        covers = covers and first + batch.num_fed >= batch.canvas_start + self.canvas.width
+        if self._watch is None or not view.has_visual or not covers:
+            return None
+        return self._watch.probe(rows, self.canvas, first, batch.canvas_start, batch.key_mask)
+
+    def end_step(self) -> list[Pruning]:
+        """Lets the stage prune the rows that it has seen; the loop calls it after each commit.
+
+        From the next forward on, views with visual tokens show the shortened prompts, and their
+        caches begin anew in these rows.
+        """
+        if self._watch is None or not self._watch.is_waiting:
+            return []
+        prunings = self._watch.settle(self.canvas)
+        for pruning in prunings:
+            before, self._shown[pruning.row] = self._shown[pruning.row], pruning.prompt
+            self._num_visual[pruning.row] -= before.num_visual - pruning.prompt.num_visual
+        for view in [view for view in self._layouts if view.has_visual]:
+            width = self._layouts.pop(view).embeds.shape[1]
+            if view in self._caches:
+                crop = width - self._layout(view).embeds.shape[1]
+                self._caches[view].restart([pruning.row for pruning in prunings], crop)
+        for view in [view for view in self._forward_costs if view.has_visual]:
+            del self._forward_costs[view]
+        return prunings
+
     def _charge(
-        self, view: View, rows: Sequence[int], counts: Sequence[int], feed: Feed, batch: _Batch
+        self,
+        view: View,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        feed: Feed,
+        batch: _Batch,
+        *,
+        has_probe: bool,
     ) -> None:
         """Books a forward of some rows, `counts` positions given to the head."""
         self.meter.calls += 1
@@ -335,8 +393,13 @@ class Predictor:
             )
             for row in rows
         ]
+        asked, layers = [], 0
+        if has_probe and self._watch is not None:
+            asked = [self._watch.num_asked(row) for row in rows]
+            layers = self._watch.request.num_layers(self.meter.geometry.num_layers)
         names = [view.name, *(["UNCONDITIONAL"] if self.settings.cfg_scale > 0 else [])]
         for name in names:
+            is_asked = name == view.name
             self.meter.charge(
                 name,
                 feed.kind,
@@ -345,19 +408,29 @@ class Predictor:
                 [feed.num_keys(lengths[row], lengths[row] - tail) for row in rows],
                 counts,
                 [values for _, values in work],
+                asked if is_asked else (),
+                layers,
             )
 
     def forward_cost(self, view: View) -> Tensor:
-        """`(B,)` float64 decoder FLOPs of one whole-sequence forward of each row under `view`."""
+        """`(B,)` float64 decoder FLOPs of each row's next whole-sequence forward under `view`."""
         if view not in self._forward_costs:
             passes = 2 if self.settings.cfg_scale > 0 else 1
             flops = [
                 passes * forward_flops(self.meter.geometry, length, length)
-                for length in self.sequence_lengths(view)
+                + self._attention_cost(view, row, length)
+                for row, length in enumerate(self.sequence_lengths(view))
             ]
             cost = torch.tensor(flops, dtype=torch.float64, device=self.device)
             self._forward_costs[view] = cost
         return self._forward_costs[view]
+
+    def _attention_cost(self, view: View, row: int, length: int) -> int:
+        watch, geometry = self._watch, self.meter.geometry
+        if watch is None or not view.has_visual or not watch.waits_for(row):
+            return 0
+        layers = watch.request.num_layers(geometry.num_layers)
+        return attention_row_flops(geometry, len(watch.queries(self.canvas, row)), length, layers)
 
     def uniform(self, positions: Tensor) -> Tensor:
         """`(B, C)` float32 random numbers in [0, 1) at the asked positions.
@@ -402,7 +475,7 @@ class Predictor:
     def _layout(self, view: View) -> _Layout:
         if view not in self._layouts:
             prompts = (
-                self._prompts if view.has_visual else [_text_only(p, view) for p in self._prompts]
+                self._shown if view.has_visual else [_text_only(p, view) for p in self._prompts]
             )
             self._layouts[view] = _pad_left(prompts)
         return self._layouts[view]
@@ -657,6 +730,13 @@ class _ViewCache:
             self._forwards[row] += 1
         return feeds
 
+    def restart(self, rows: Sequence[int], crop: int) -> None:
+        """Plans for these rows as for new responses; `crop` leading columns are there no more."""
+        for row in rows:
+            self._block[row], self._in_block[row], self._forwards[row] = -1, 0, 0
+        if crop:
+            self._cache.crop(crop)
+
     def _twins(self, batch: _Batch) -> Tensor:
         """Rows of the store: a batch's rows, and with guidance their twins."""
         return torch.cat([batch.rows + part * self._num_rows for part in range(self._passes)])
@@ -741,6 +821,7 @@ def _without_tail(prompt: Prompt, count: int) -> Prompt:
         embeds=prompt.embeds[:keep],
         ids=prompt.ids[:keep],
         is_visual=prompt.is_visual[:keep],
+        spans=tuple(span for span in prompt.spans if span.start + span.length <= keep),
         position_ids=prompt.positions()[:keep],
         end_position=prompt.next_position - count,
         frame_ids=prompt.frames()[:keep],

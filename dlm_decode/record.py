@@ -22,6 +22,7 @@ from dlm_decode.cost import Forward
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.predictor import Prediction
 from dlm_decode.samplers.base import Step, StepContext
+from dlm_decode.vision.watch import Pruning
 
 __all__ = ["StepRecord", "Trajectory", "read_records"]
 
@@ -51,6 +52,7 @@ class StepRecord:
         lead: canvas columns in front of the response.
         per_token: further `(B, C)` tensors of the sampler, read at `commit`.
         probes: what further views would have proposed, by name of the view.
+        prunings: rows that lost visual tokens after this step.
     """
 
     index: int
@@ -68,6 +70,7 @@ class StepRecord:
     lead: int
     per_token: dict[str, Tensor] = field(default_factory=dict)
     probes: dict[str, Prediction] = field(default_factory=dict)
+    prunings: tuple[Pruning, ...] = ()
 
     @classmethod
     def create(
@@ -79,6 +82,7 @@ class StepRecord:
         forced: Tensor,
         canvas: Canvas,
         probes: Mapping[str, Prediction],
+        prunings: Sequence[Pruning] = (),
     ) -> StepRecord:
         """What the loop knows after a step.
 
@@ -101,6 +105,7 @@ class StepRecord:
             lead=canvas.lead,
             per_token=dict(step.per_token),
             probes=dict(probes),
+            prunings=tuple(prunings),
         )
 
     def to_dict(self, text_of: TokenText | None = None) -> dict[str, Any]:
@@ -123,6 +128,7 @@ class StepRecord:
             text = None if text_of is None else text_of(token)
             return [column - lead, token, text, round(float(probability[row, column]), 6)]
 
+        kept = {pruning.row: pruning.kept.tolist() for pruning in self.prunings}
         rows = []
         for row in (index for index, is_active in enumerate(active) if is_active):
             commits = []
@@ -153,6 +159,8 @@ class StepRecord:
                     name: [_finite(number) for number in value[row][commit[row]].tolist()]
                     for name, value in per_token.items()
                 }
+            if row in kept:
+                rows[-1]["kept_visual"] = kept[row]
             if probes:
                 rows[-1]["probes"] = {
                     name: [
@@ -199,9 +207,10 @@ class Trajectory:
 
         A step has `step`, `seconds`, `forwards` and per active row `block`, `route`, `commits` as
         `[position, token, text, confidence, reason]`, `draft` as `[position, token, text,
-        confidence]`, and `info`, with `None` for an infinite number. Where a sampler says more
-        about its commits there is `per_token`, a list per name in the order of `commits`; where
-        views were probed, `probes` has a list like `draft` per view.
+        confidence]`, and `info`, with `None` for an infinite number. Where a sampler says more about its commits there is `per_token`,
+        a list per name in the order of `commits`; where a stage pruned after the step,
+        `kept_visual` lists the visual tokens that stay, counted from 0 among the row's; where views
+        were probed, `probes` has a list like `draft` per view.
         """
         yield self.run
         for step in self.steps:

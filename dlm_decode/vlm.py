@@ -28,7 +28,7 @@ from dlm_decode.registry import describe
 from dlm_decode.samplers.base import Sampler
 from dlm_decode.settings import Settings, resolve_settings
 from dlm_decode.track import Tracker, abort, make_tracker
-from dlm_decode.vision.base import Stage
+from dlm_decode.vision.base import AttentionStage, Stage
 
 if TYPE_CHECKING:
     from dlm_decode.models.base import DiffusionModel
@@ -153,7 +153,8 @@ class DiffusionVlm:
             videos: likewise; a video is a file, a folder of frames, a list of images, or an array
                 `(F, H, W, 3)`. A list of videos is a list of lists.
             sampler: name, spec (`"baseline:remasking=margin"`) or instance.
-            stages: vision stages that shrink the prompt, in order; names, specs or instances.
+            stages: vision stages that shrink the prompt, in order; names, specs or instances. One
+                that prunes while decoding (`redvtp`) comes last.
             cache: cache policy, as a name, a spec (`"prefix:refresh_interval=32"`) or an instance;
                 `None` is the sampler's own (most have none), `"none"` recomputes everything.
             gen_length: canvas length in tokens.
@@ -212,6 +213,7 @@ class DiffusionVlm:
         began = time.perf_counter()
         chosen_sampler = samplers.make(sampler)
         chosen_stages = [vision.make(stage) for stage in stages]
+        attention_stage = _attention_stage(chosen_stages)
         chosen_cache = _cache_policy(cache, chosen_sampler)
         given = self._given
         given_prefill = given.prefill(prefill)
@@ -301,6 +303,7 @@ class DiffusionVlm:
             suppressed_ids=given.suppressed(suppress_token_ids),
             baseline_flops=[flops for flops, _ in baseline],
             cache=chosen_cache,
+            stage=attention_stage,
         )
         trajectory = Trajectory(
             run={
@@ -316,6 +319,8 @@ class DiffusionVlm:
         )
         notes = getattr(chosen_sampler, "notes", None)
         trajectory.run["notes"] = [] if notes is None else notes(predictor)
+        if attention_stage is not None:
+            trajectory.run["notes"] += _stage_notes(attention_stage, prompts)
         if probe is not None:
             trajectory.run["probe"] = {
                 "positions": probe,
@@ -372,6 +377,7 @@ class DiffusionVlm:
             row_baseline_forwards=tuple(count for _, count in baseline),
             row_forwards=tuple(dict(counts) for counts in meter.row_forwards),
             row_view_flops=tuple(dict(flops) for flops in meter.row_view_flops),
+            kept_visual_tokens=predictor.kept_visual_tokens,
         )
         return self._output(canvas, suffix_ids, is_batch, trajectory, cost, tracker, streamer)
 
@@ -595,6 +601,27 @@ def _check_used(options: dict[str, Any], value: Any, name: str) -> None:
 def _cache_policy(cache: CachePolicy | str | None, sampler: Sampler) -> CachePolicy | None:
     chosen = getattr(sampler, "cache", None) if cache is None else cache
     return None if chosen in (None, "none") else caches.make(chosen)
+
+
+def _attention_stage(stages: Sequence[Stage]) -> AttentionStage | None:
+    """The stage that prunes while decoding, if there is one."""
+    for place, stage in enumerate(stages):
+        if not isinstance(stage, AttentionStage):
+            continue
+        if place < len(stages) - 1:
+            name, behind = (describe(stages[at])["name"] for at in (place, place + 1))
+            raise InvalidInputError(
+                f"stage {name!r} prunes after the first step, and {behind!r} is listed behind it; "
+                f"put {name!r} last, and use only one stage of its kind."
+            )
+        return stage
+    return None
+
+
+def _stage_notes(stage: AttentionStage, prompts: Sequence[Prompt]) -> list[str]:
+    rows = [row for row, prompt in enumerate(prompts) if not prompt.num_visual]
+    name = describe(stage)["name"]
+    return [f"rows {rows} have no visual tokens; {name} leaves them as they are."] if rows else []
 
 
 def _probes(probe: str | None) -> tuple[View, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,20 @@ from dlm_decode.errors import InvalidInputError
 if TYPE_CHECKING:
     from dlm_decode.models.llada import LLaDAAttention
 
-__all__ = ["BACKENDS", "attend", "check_backend", "mask_for"]
+__all__ = [
+    "BACKENDS",
+    "Observe",
+    "RowProbe",
+    "attend",
+    "attention_rows",
+    "check_backend",
+    "mask_for",
+]
+
+Observe = Callable[[Tensor, Tensor], None]
+"""Is shown the queries `(B, H, Q, d)` and keys `(B, H_kv, K, d)` of a layer, beside `attend`."""
+
+_SCORES_AT_ONCE = 2**24  # float32 numbers
 
 BACKENDS = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 
@@ -100,6 +115,78 @@ def attend(module: LLaDAAttention, query: Tensor, key: Tensor, value: Tensor, ma
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, enable_gqa=is_grouped
     )
+
+
+def attention_rows(query: Tensor, key: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Softmax attention of a few queries, mean over heads, in float32 whatever the dtype.
+
+    It is computed from queries and keys alone, so every backend gives the same rows, and none has
+    to hold the attention of the whole sequence.
+
+    Args:
+        query: `(B, H, Q, d)`, the asked rows only.
+        key: `(B, H_kv, K, d)`.
+        key_mask: `(B, K)` bool, `True` at real keys; `None` for no padding.
+
+    Returns:
+        `(B, Q, K)`; each row sums to 1.
+    """
+    num_kv_heads = key.shape[1]
+    per_query = query.shape[0] * query.shape[1] * key.shape[2]
+    key = key.float().transpose(-1, -2)
+    parts = []
+    for part in query.split(max(1, _SCORES_AT_ONCE // per_query), dim=2):
+        grouped = part.float().unflatten(1, (num_kv_heads, -1)).flatten(2, 3)  # (B, H_kv, G Q, d)
+        scores = grouped @ key * part.shape[-1] ** -0.5
+        if key_mask is not None:
+            scores = scores.masked_fill(~key_mask[:, None, None], float("-inf"))
+        parts.append(scores.softmax(dim=-1).unflatten(2, (-1, part.shape[2])).mean(dim=(1, 2)))
+    return torch.cat(parts, dim=1)
+
+
+@dataclass
+class RowProbe:
+    """Attention rows on request: what chosen queries of one forward attend to.
+
+    The layer loop shows it the queries and keys of each layer; it computes the asked rows beside
+    the layer's own attention, which stays with its backend. Results are means over heads and over
+    the asked layers.
+
+    Attributes:
+        rows: `(R,)` rows of the forward that are asked about.
+        columns: `(R, Q)` places of the queries among the fed positions.
+        num_keys: leading keys whose attention is kept; the softmax is over all keys.
+        key_mask: `(B, K)` bool of the forward, `True` at real keys; `None` for no padding.
+        layers: layers that are asked; `None` for all.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    num_keys: int
+    key_mask: Tensor | None = None
+    layers: Collection[int] | None = None
+
+    def __post_init__(self) -> None:
+        self._total: Tensor | None = None
+        self._num_layers = 0
+
+    def at(self, layer: int) -> Observe | None:
+        """What observes layer `layer`; `None` where nothing is asked."""
+        return self._observe if self.layers is None or layer in self.layers else None
+
+    @property
+    def mean(self) -> Tensor:
+        """`(R, Q, num_keys)` float32, once the forward has run."""
+        if self._total is None:
+            raise AssertionError("no asked layer has run")
+        return self._total / self._num_layers
+
+    def _observe(self, query: Tensor, key: Tensor) -> None:
+        asked = query[self.rows[:, None], :, self.columns].transpose(1, 2)
+        key_mask = None if self.key_mask is None else self.key_mask[self.rows]
+        seen = attention_rows(asked, key[self.rows], key_mask)[..., : self.num_keys]
+        self._total = seen if self._total is None else self._total + seen
+        self._num_layers += 1
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from dlm_decode.cache.base import Memory
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Prompt
 from dlm_decode.cost import Geometry
 from dlm_decode.errors import InvalidInputError
+from dlm_decode.models.attention import RowProbe
 from dlm_decode.models.special_ids import SpecialIds, special_ids_of
 
 __all__ = ["DiffusionModel"]
@@ -71,6 +72,7 @@ class DiffusionModel(PreTrainedModel):
         position_ids: Tensor,
         key_mask: Tensor | None = None,
         memory: Memory | None = None,
+        probe: RowProbe | None = None,
     ) -> Tensor:
         """States after the final norm.
 
@@ -80,6 +82,7 @@ class DiffusionModel(PreTrainedModel):
             key_mask: `(B, K)` bool, `True` at real positions; `None` when nothing is padded. K is S
                 without a memory, and else the length of the whole sequence.
             memory: runs the layers against what a cache policy keeps.
+            probe: collects attention rows of the layers that it asks about.
 
         Returns:
             `(B, S, D)`; rows at padded positions are meaningless.

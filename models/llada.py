@@ -15,7 +15,7 @@ from torch.nn import functional
 from dlm_decode.cache.base import Memory
 from dlm_decode.cost import Geometry
 from dlm_decode.models import register_model
-from dlm_decode.models.attention import attend, mask_for
+from dlm_decode.models.attention import Observe, RowProbe, attend, mask_for
 from dlm_decode.models.base import DiffusionModel
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.key_names import register_renames
@@ -103,11 +103,14 @@ class LLaDAAttention(nn.Module):
         cos_sin: tuple[Tensor, Tensor],
         mask: Any,
         keep: Keep | None = None,
+        observe: Observe | None = None,
     ) -> Tensor:
         """`(B, S, D)` to `(B, S, D)`; arguments as in `LLaDALayer`."""
         query, key, value = self.project(hidden, cos_sin)
         if keep is not None:
             key, value = keep(key, value)
+        if observe is not None:
+            observe(query, key)
         return self.mix(query, key, value, mask)
 
 
@@ -142,6 +145,7 @@ class LLaDALayer(nn.Module):
         cos_sin: tuple[Tensor, Tensor],
         mask: Any,
         keep: Keep | None = None,
+        observe: Observe | None = None,
     ) -> Tensor:
         """One layer.
 
@@ -150,8 +154,10 @@ class LLaDALayer(nn.Module):
             cos_sin: from `rotary`.
             mask: from `mask_for`.
             keep: takes the keys and values of the S positions, and returns those to attend to.
+            observe: shown the queries, and the keys that are attended to.
         """
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos_sin, mask, keep)
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.self_attn(normed, cos_sin, mask, keep, observe)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -171,6 +177,7 @@ class LLaDABackbone(nn.Module):
         position_ids: Tensor,
         key_mask: Tensor | None = None,
         memory: Memory | None = None,
+        probe: RowProbe | None = None,
     ) -> Tensor:
         """See `DiffusionModel.hidden_states`."""
         config = self.config
@@ -183,10 +190,11 @@ class LLaDABackbone(nn.Module):
         )
         hidden = inputs_embeds
         for index, layer in enumerate(self.layers):
+            observe = None if probe is None else probe.at(index)
             hidden = (
-                layer(hidden, cos_sin, mask)
+                layer(hidden, cos_sin, mask, observe=observe)
                 if memory is None
-                else memory.run_layer(index, layer, hidden, cos_sin, mask)
+                else memory.run_layer(index, layer, hidden, cos_sin, mask, observe)
             )
         return self.norm(hidden)
 
@@ -245,9 +253,10 @@ class LLaDAModelLM(DiffusionModel):
         position_ids: Tensor,
         key_mask: Tensor | None = None,
         memory: Memory | None = None,
+        probe: RowProbe | None = None,
     ) -> Tensor:
         """See `DiffusionModel.hidden_states`."""
-        return self.model(inputs_embeds, position_ids, key_mask, memory)
+        return self.model(inputs_embeds, position_ids, key_mask, memory, probe)
 
     def forward(
         self,

@@ -100,7 +100,7 @@ def test_every_stage_works_with_every_sampler(vlm, sampler, stage):
     assert torch.equal(whole.sequences, kept.sequences)
     assert whole.cost.flops == kept.cost.flops
     half = vlm.generate(QUESTION, stages=[f"{stage}:keep_ratio=0.5"], **ask)
-    assert half.cost.visual_tokens[0] < whole.cost.visual_tokens[0]
+    assert half.cost.kept_visual_tokens[0] < whole.cost.kept_visual_tokens[0]
     assert vlm.model.special_ids.mask not in half.sequences
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from dlm_decode.models.attention import Observe
     from dlm_decode.models.llada import LLaDALayer
 
 __all__ = ["Cache", "CachePolicy", "Clock", "Fed", "Feed", "Memory"]
@@ -110,8 +111,12 @@ class Memory(Protocol):
         hidden: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         mask: Any,
+        observe: Observe | None = None,
     ) -> Tensor:
-        """Output `(R, n, D)` of layer `index`, of which `hidden` `(R, n, D)` is the input."""
+        """Output `(R, n, D)` of layer `index`, of which `hidden` `(R, n, D)` is the input.
+
+        `observe`, if given, is shown the layer's queries and the keys that they attend to.
+        """
         ...
 
 
@@ -120,6 +125,14 @@ class Cache(Protocol):
 
     def memory(self, fed: Fed) -> Memory:
         """The memory of one forward."""
+        ...
+
+    def crop(self, count: int) -> None:
+        """Forgets the first `count` sequence columns of every row.
+
+        Prompts stand to the right of their padding, so these columns are padding, or belong to
+        rows whose prompt was pruned and whose next forward replaces everything.
+        """
         ...
 
     @property

@@ -15,6 +15,7 @@ from dlm_decode.cache.prefix import check_interval
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 
 if TYPE_CHECKING:
+    from dlm_decode.models.attention import Observe
     from dlm_decode.models.llada import LLaDALayer
 
 __all__ = ["Dllm"]
@@ -110,6 +111,11 @@ class _DllmCache:
     def memory(self, fed: Fed) -> Memory:
         return _DllmMemory(self, fed)
 
+    def crop(self, count: int) -> None:
+        self.layers = [
+            [part[..., count:, :].contiguous() for part in layer] for layer in self.layers
+        ]
+
     @property
     def num_bytes(self) -> int:
         return sum(part.numel() * part.element_size() for layer in self.layers for part in layer)
@@ -127,16 +133,21 @@ class _DllmMemory:
         hidden: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         mask: Any,
+        observe: Observe | None = None,
     ) -> Tensor:
         feed = self.fed.feed
         if not isinstance(feed, _PartialFeed):
             query, key, value = layer.self_attn.project(layer.input_layernorm(hidden), cos_sin)
+            if observe is not None:
+                observe(query, key)
             attention = layer.self_attn.mix(query, key, value, mask)
             middle = hidden + attention
             change = layer.mlp(layer.post_attention_layernorm(middle))
             self._store(index, [key, value, attention, change])
             return middle + change
 
+        if observe is not None:
+            raise AssertionError("attention rows need a forward that computes every position")
         key, value, attention, change = self._load(index)
         normed = layer.input_layernorm(hidden)
         columns = self._fresh_columns(layer, normed, value, feed)

@@ -14,6 +14,7 @@ from dlm_decode.cache import register_cache
 from dlm_decode.cache.base import Cache, Clock, Fed, Feed, Memory
 
 if TYPE_CHECKING:
+    from dlm_decode.models.attention import Observe
     from dlm_decode.models.llada import LLaDALayer
 
 __all__ = ["PrefixLm"]
@@ -66,6 +67,10 @@ class _PromptCache:
     def memory(self, fed: Fed) -> Memory:
         return _PromptMemory(self, fed)
 
+    def crop(self, count: int) -> None:
+        for store in (self.keys, self.values):
+            store[:] = [part[:, :, count:].contiguous() for part in store]
+
     @property
     def num_bytes(self) -> int:
         return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
@@ -83,11 +88,12 @@ class _PromptMemory:
         hidden: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         mask: Any,
+        observe: Observe | None = None,
     ) -> Tensor:
         if not isinstance(self.fed.feed, _Prefill):
-            return layer(hidden, cos_sin, mask, keep=partial(self._keep, _behind, index))
+            return layer(hidden, cos_sin, mask, partial(self._keep, _behind, index), observe)
         mask = None if mask is None else mask[..., : self.fed.num_prompt]
-        return layer(hidden, cos_sin, mask, keep=partial(self._keep, _into, index))
+        return layer(hidden, cos_sin, mask, partial(self._keep, _into, index), observe)
 
     def _keep(self, how: _How, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (

@@ -11,6 +11,7 @@ from torch import Tensor
 from dlm_decode.cache.base import Cache, Fed, Memory
 
 if TYPE_CHECKING:
+    from dlm_decode.models.attention import Observe
     from dlm_decode.models.llada import LLaDALayer
 
 __all__ = ["WindowCache", "WindowPolicy"]
@@ -39,6 +40,11 @@ class WindowCache:
         """The memory of one forward."""
         return _WindowMemory(self, fed)
 
+    def crop(self, count: int) -> None:
+        """See `Cache`."""
+        for store in (self.keys, self.values):
+            store[:] = [part[:, :, count:].contiguous() for part in store]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the keys and values of all layers."""
@@ -57,8 +63,9 @@ class _WindowMemory:
         hidden: Tensor,
         cos_sin: tuple[Tensor, Tensor],
         mask: Any,
+        observe: Observe | None = None,
     ) -> Tensor:
-        return layer(hidden, cos_sin, mask, keep=partial(self._keep, index))
+        return layer(hidden, cos_sin, mask, partial(self._keep, index), observe)
 
     def _keep(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (

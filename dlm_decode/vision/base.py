@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from dlm_decode.canvas import Prompt
 from dlm_decode.errors import InvalidInputError
 
-__all__ = ["Stage", "check_keep_ratio", "keep_positions"]
+__all__ = [
+    "AttentionRequest",
+    "AttentionStage",
+    "Positions",
+    "Stage",
+    "check_keep_ratio",
+    "keep_positions",
+]
+
+Positions = Literal["original", "renumbered"]
 
 
 @runtime_checkable
@@ -26,14 +36,59 @@ class Stage(Protocol):
         ...
 
 
-def keep_positions(prompt: Prompt, keep: Tensor) -> Prompt:
-    """The prompt with only the positions where `keep` holds.
+@dataclass(frozen=True)
+class AttentionRequest:
+    """Attention rows that a stage wants to see: those of the masked response positions.
 
-    Text is always kept, and what is kept stays at its rotary position and with its frame.
+    Attributes:
+        layers: layers, counted from 0, over which rows are averaged; `None` for all.
+    """
+
+    layers: Collection[int] | None = None
+
+    def num_layers(self, total: int) -> int:
+        """Number of asked layers of a model that has `total`."""
+        return total if self.layers is None else len(set(self.layers))
+
+
+@runtime_checkable
+class AttentionStage(Stage, Protocol):
+    """A stage that prunes by what the response attends to in its first forward with the picture.
+
+    Attributes:
+        positions: rotary positions after pruning: `"renumbered"` counts 0, 1, ... anew,
+            `"original"` leaves every token, the canvas included, at its number.
+    """
+
+    positions: Positions
+
+    def request(self) -> AttentionRequest | None:
+        """The rows that it needs; `None` when it will prune nothing, so that nothing is computed.
+
+        They are computed beside that forward, for the response positions that are masked in it.
+        """
+        ...
+
+    def keep(self, prompt: Prompt, attention: Tensor) -> Tensor:
+        """`(P,)` bool, read at visual positions: what every later forward still reads.
+
+        Args:
+            prompt: one row's prompt, as the forward read it.
+            attention: `(Q, P)` float32, mean over heads and asked layers, of the Q >= 1 response
+                positions that are still masked after the step.
+        """
+        ...
+
+
+def keep_positions(prompt: Prompt, keep: Tensor, positions: Positions = "original") -> Prompt:
+    """The prompt with only the positions where `keep` holds; text is always kept.
+
+    What is kept stays with its frame.
 
     Args:
         prompt: one row's prompt.
         keep: `(P,)` bool; read at visual positions.
+        positions: see `AttentionStage`.
     """
     keep = keep | ~prompt.is_visual
     order = keep.cumsum(0).tolist()
@@ -49,13 +104,14 @@ def keep_positions(prompt: Prompt, keep: Tensor) -> Prompt:
                 sections=span.sections if length == span.length else (),
             )
         )
+    is_renumbered = positions == "renumbered"
     return Prompt(
         embeds=prompt.embeds[keep],
         ids=prompt.ids[keep],
         is_visual=prompt.is_visual[keep],
         spans=tuple(spans),
-        position_ids=prompt.positions()[keep],
-        end_position=prompt.next_position,
+        position_ids=None if is_renumbered else prompt.positions()[keep],
+        end_position=None if is_renumbered else prompt.next_position,
         frame_ids=prompt.frames()[keep],
     )
 
