@@ -249,9 +249,11 @@ class _Progress:
         Counts are at least 1. Programs that let a step pass have 0 where the schedule does, and
         once its steps are over. From a block's last step on the share is 1.
         """
-        rows = [places[row :: len(self.block)] for row in range(len(self.block))]
-        counts = [self._quota_of_row(*row) for row in rows]
-        shares = [self._share_of_row(*row, count) for row, count in zip(rows, counts, strict=True)]
+        counts, shares = [], []
+        for row in range(len(self.block)):
+            block, step, num_open, num_left = places[row :: len(self.block)]
+            counts.append(self._quota_of_row(block, step, num_open, num_left))
+            shares.append(self._share_of_row(block, step, num_left, counts[-1]))
         both = torch.tensor([counts, shares], dtype=torch.float64).to(self.block.device)
         least = int(not self.quirks.blocks_end_after_steps)
         return both[0].long().clamp_min(least), both[1].float()
@@ -268,7 +270,7 @@ class _Progress:
         counts = self.counts[num_open, steps]
         return counts[step] if step < len(counts) else 0
 
-    def _share_of_row(self, block: int, step: int, _: int, num_left: int, count: int) -> float:
+    def _share_of_row(self, block: int, step: int, num_left: int, count: int) -> float:
         steps = self.schedule.steps_per_block[max(block, 0)]
         if step >= steps - 1:
             return 1.0

@@ -207,10 +207,10 @@ class Trajectory:
 
         A step has `step`, `seconds`, `forwards` and per active row `block`, `route`, `commits` as
         `[position, token, text, confidence, reason]`, `draft` as `[position, token, text,
-        confidence]`, and `info`, with `None` for an infinite number. Where a sampler says more about its commits there is `per_token`,
-        a list per name in the order of `commits`; where a stage pruned after the step,
-        `kept_visual` lists the visual tokens that stay, counted from 0 among the row's; where views
-        were probed, `probes` has a list like `draft` per view.
+        confidence]`, and `info`, with `None` for an infinite number. Where a sampler says more
+        about its commits there is `per_token`, a list per name in the order of `commits`; where a
+        stage pruned after the step, `kept_visual` lists the visual tokens that stay, counted from 0
+        among the row's; where views were probed, `probes` has a list like `draft` per view.
         """
         yield self.run
         for step in self.steps:

@@ -24,7 +24,7 @@ from dlm_decode.eval.compare import (
     suite,
     to_csv,
 )
-from dlm_decode.eval.run_scenes import evaluate_scenes
+from dlm_decode.eval.run_scenes import SCENES, evaluate_scenes
 from dlm_decode.eval.runner import Results
 from dlm_decode.settings import Settings, resolve_settings
 
@@ -397,5 +397,5 @@ def test_a_file_of_something_else_is_left_alone(tmp_path, text):
     path = tmp_path / "other.jsonl"
     path.write_text(text + "\n")
     with pytest.raises(InvalidInputError, match="other settings"):
-        Results(path, {})
+        Results(path, {}, SCENES)
     assert path.read_text() == text + "\n"

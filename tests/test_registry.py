@@ -23,7 +23,8 @@ def test_spec_and_instance():
     assert samplers.make("baseline", {"remasking": "random"}) == Baseline(remasking="random")
     instance = Baseline()
     assert samplers.make(instance) is instance
-    assert describe(instance) == {"name": "baseline", "options": {"remasking": "low_confidence"}}
+    options = {"remasking": "low_confidence", "alg_temp": 0.0}
+    assert describe(instance) == {"name": "baseline", "options": options}
     assert stages.make("stride:keep_ratio=0.25").keep_ratio == 0.25
 
 
