@@ -8,12 +8,12 @@ from test_vlm import picture
 
 from dlm_decode import cache as caches
 from dlm_decode import samplers
-from dlm_decode.cache.base import Clock
+from dlm_decode.cache.base import Clock, RowShape
 from dlm_decode.cache.dllm import Dllm
 from dlm_decode.cache.dual import Dual
 from dlm_decode.cache.prefix import Prefix
 from dlm_decode.cache.vicinity import Vicinity
-from dlm_decode.cost import forward_flops, kv_bytes_per_token
+from dlm_decode.cost import Work, forward_flops, kv_bytes_per_token
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.samplers.fast_dllm import FastDllm
 
@@ -58,14 +58,16 @@ def test_work_of_a_partial_forward():
     policy = Dllm(prompt_interval=6, gen_interval=3, transfer_ratio=0.25)
 
     def work(forwards):
-        return policy.plan(Clock(0, 10, 0, forwards)).work(110, 110, 100)
+        return policy.plan(Clock(0, 10, 0, forwards)).work(row)
 
-    assert work(0) == (110, 0)
-    assert work(1) == (2, 8)  # two response positions, values of the other eight
-    assert work(3) == (10, 0)
-    assert Dllm(transfer_ratio=0.0).plan(Clock(0, 10, 0, 1)).work(110, 110, 100) == (0, 0)
+    row = RowShape(num_fed=110, length=110, num_prompt=100, num_layers=3)
+    assert work(0) == (Work(110, 110 * 110),) * 3
+    # Two response positions, values of the other eight.
+    assert work(1) == (Work(2, 2 * 110, values=8),) * 3
+    assert work(3) == (Work(10, 10 * 110),) * 3
+    assert Dllm(transfer_ratio=0.0).plan(Clock(0, 10, 0, 1)).work(row) == (Work(0, 0),) * 3
     only_prompt = Dllm(prompt_interval=2, gen_interval=7, transfer_ratio=0.25)
-    assert only_prompt.plan(Clock(0, 10, 0, 2)).work(110, 110, 100) == (102, 8)
+    assert only_prompt.plan(Clock(0, 10, 0, 2)).work(row)[0] == Work(102, 102 * 110, values=8)
 
 
 @pytest.mark.parametrize("policy", EVERY_STEP, ids=str)
