@@ -11,6 +11,7 @@ from dlm_decode import samplers
 from dlm_decode.cache.base import Clock, RowShape
 from dlm_decode.cache.dllm import Dllm
 from dlm_decode.cache.dual import Dual
+from dlm_decode.cache.mars import Mars
 from dlm_decode.cache.prefix import Prefix
 from dlm_decode.cache.vicinity import Vicinity
 from dlm_decode.cost import Work, forward_flops, kv_bytes_per_token
@@ -25,6 +26,7 @@ EVERY_STEP = [
     Vicinity(refresh_interval=1),
     Vicinity(warmup=99),
     Dllm(prompt_interval=1, gen_interval=1),
+    Mars(visual_interval=1, text_interval=1, growth=1),
 ]
 SAMPLERS = ["baseline", "lown", "fast_dllm:cache=none", "lown:parallel=threshold,threshold=0.2"]
 
@@ -126,6 +128,9 @@ def test_cached_forwards_are_cheaper_and_memory_is_reported(vlm, name):
     if name == "dllm":
         width = 2 * vlm.geometry.hidden_size * vlm.geometry.num_layers * 4
         expected = length * (kv_bytes_per_token(vlm.geometry, 4) + width)
+    elif name == "mars":  # and what the second of two groups of layers begins with
+        expected = length * kv_bytes_per_token(vlm.geometry, 4)
+        expected += (length - 12) * vlm.geometry.hidden_size * 4
     else:
         kept = length - 12 if name == "prefix_lm" else length
         expected = kept * kv_bytes_per_token(vlm.geometry, 4)
