@@ -23,10 +23,12 @@ __all__ = [
     "Geometry",
     "Routing",
     "VisionGeometry",
+    "Work",
     "attention_row_flops",
     "forward_flops",
     "head_flops",
     "kv_bytes_per_token",
+    "layer_flops",
     "vision_flops",
 ]
 
@@ -79,22 +81,43 @@ class Geometry:
     vision: VisionGeometry | None = None
 
 
-def forward_flops(geometry: Geometry, queries: int, keys: int, values: int = 0) -> int:
-    """FLOPs of the decoder layers for one row.
+@dataclass(frozen=True)
+class Work:
+    """What one decoder layer does for one row.
+
+    Attributes:
+        queries: positions that it computes.
+        pairs: pairs of a query and a key that the query attends to.
+        values: further positions of which it computes the values only.
+        scores: further pairs of a query and a key that it computes the score of, and nothing else.
+    """
+
+    queries: int
+    pairs: int
+    values: int = 0
+    scores: int = 0
+
+
+def layer_flops(geometry: Geometry, work: Work) -> int:
+    """FLOPs of one decoder layer for one row."""
+    query_dim = geometry.num_heads * geometry.head_dim
+    kv_dim = geometry.num_kv_heads * geometry.head_dim
+    projections = 2 * work.queries * geometry.hidden_size * (2 * query_dim + 2 * kv_dim)
+    projections += 2 * work.values * geometry.hidden_size * kv_dim
+    attention = (2 * 2 * work.pairs + 2 * work.scores) * query_dim
+    mlp = 3 * 2 * work.queries * geometry.hidden_size * geometry.intermediate_size
+    return projections + attention + mlp
+
+
+def forward_flops(geometry: Geometry, queries: int, keys: int) -> int:
+    """FLOPs of the decoder layers for one row, if all of them do the same.
 
     Args:
         geometry: model sizes.
         queries: positions that every layer computes.
-        keys: positions that are attended to (computed plus cached).
-        values: further positions of which every layer computes the values only.
+        keys: positions that each of them attends to (computed plus cached).
     """
-    query_dim = geometry.num_heads * geometry.head_dim
-    kv_dim = geometry.num_kv_heads * geometry.head_dim
-    projections = 2 * queries * geometry.hidden_size * (2 * query_dim + 2 * kv_dim)
-    projections += 2 * values * geometry.hidden_size * kv_dim
-    attention = 2 * 2 * queries * keys * query_dim
-    mlp = 3 * 2 * queries * geometry.hidden_size * geometry.intermediate_size
-    return geometry.num_layers * (projections + attention + mlp)
+    return geometry.num_layers * layer_flops(geometry, Work(queries, queries * keys))
 
 
 def attention_row_flops(geometry: Geometry, rows: int, keys: int, layers: int) -> int:
@@ -161,8 +184,9 @@ class Forward:
         kind: `"full"` (every position computed), or what a cache policy names it: `"suffix"`,
             `"block"`, `"window"`, `"partial"`.
         rows: batch rows that took part.
-        queries: positions computed, per entry of `rows`.
-        keys: positions attended to, per entry of `rows`.
+        queries: positions computed, per entry of `rows`; where layers differ, in the one that
+            computes the most.
+        keys: positions that can be attended to, per entry of `rows`.
         head_positions: positions given to the language-model head, per entry of `rows`.
         flops: FLOPs of the decoder layers, summed over `rows`.
         head_flops: FLOPs of the head, summed over `rows`.
@@ -380,22 +404,27 @@ class CostMeter:
         view: str,
         kind: str,
         rows: Sequence[int],
-        queries: Sequence[int],
+        work: Sequence[Sequence[Work]],
         keys: Sequence[int],
         head_positions: Sequence[int],
-        value_positions: Sequence[int] | None = None,
         attention_rows: Sequence[int] = (),
         asked_layers: int = 0,
     ) -> None:
-        """Adds one view's share of a model call; lengths are per entry of `rows`.
+        """Adds one view's share of a model call.
 
-        `value_positions` are positions beside `queries` of which only values are computed;
-        `attention_rows` are queries whose attention was asked for in `asked_layers` layers.
+        Args:
+            view: as in `Forward`.
+            kind: as in `Forward`.
+            rows: batch rows that took part; the other arguments are per entry.
+            work: what each layer did.
+            keys: positions that can be attended to.
+            head_positions: positions given to the head.
+            attention_rows: queries whose attention was asked for in `asked_layers` layers.
+            asked_layers: see there.
         """
-        probed = [0] * len(rows) if value_positions is None else value_positions
         per_row = [
-            forward_flops(self.geometry, *lengths)
-            for lengths in zip(queries, keys, probed, strict=True)
+            sum(count * layer_flops(self.geometry, same) for same, count in Counter(layers).items())
+            for layers in work
         ]
         for entry, count in enumerate(attention_rows):
             per_row[entry] += attention_row_flops(self.geometry, count, keys[entry], asked_layers)
@@ -407,7 +436,7 @@ class CostMeter:
             view=view,
             kind=kind,
             rows=tuple(rows),
-            queries=tuple(queries),
+            queries=tuple(max(layer.queries for layer in layers) for layers in work),
             keys=tuple(keys),
             head_positions=tuple(head_positions),
             flops=sum(per_row),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memory
+from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memory, RowShape
 from dlm_decode.canvas import NO_FRAME, Canvas, Prompt
 from dlm_decode.confidence import PreviousLogProb, Proposal, drop_unlikely, propose
 from dlm_decode.cost import CostMeter, attention_row_flops, forward_flops
@@ -91,7 +91,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Left-padded prompts of one view. `lengths` are real lengths on the host."""
+    """Left-padded prompts of one view. `lengths` are real lengths on the host.
+
+    So are `frame_sizes`, a row's prompt positions by frame number.
+    """
 
     embeds: Tensor
     frames: Tensor
@@ -99,6 +102,7 @@ class _Layout:
     is_real: Tensor
     next_position: Tensor
     lengths: tuple[int, ...]
+    frame_sizes: tuple[tuple[int, ...], ...]
 
 
 class Predictor:
@@ -385,11 +389,14 @@ class Predictor:
         """Books a forward of some rows, `counts` positions given to the head."""
         self.meter.calls += 1
         lengths, tail = self.sequence_lengths(view), self.canvas.width + self.num_suffix
-        work = [
-            feed.work(
-                lengths[row] if feed.is_whole else batch.num_fed,
-                lengths[row],
-                lengths[row] - tail,
+        shapes = [
+            RowShape(
+                num_fed=lengths[row] if feed.is_whole else batch.num_fed,
+                length=lengths[row],
+                num_prompt=lengths[row] - tail,
+                num_layers=self.meter.geometry.num_layers,
+                num_front=batch.num_front,
+                frame_sizes=self._layout(view).frame_sizes[row],
             )
             for row in rows
         ]
@@ -397,17 +404,18 @@ class Predictor:
         if has_probe and self._watch is not None:
             asked = [self._watch.num_asked(row) for row in rows]
             layers = self._watch.request.num_layers(self.meter.geometry.num_layers)
-        names = [view.name, *(["UNCONDITIONAL"] if self.settings.cfg_scale > 0 else [])]
-        for name in names:
+        passes = {view.name: shapes}
+        if self.settings.cfg_scale > 0:
+            passes["UNCONDITIONAL"] = [replace(shape, frame_sizes=()) for shape in shapes]
+        for name, own in passes.items():
             is_asked = name == view.name
             self.meter.charge(
                 name,
                 feed.kind,
                 rows,
-                [queries for queries, _ in work],
-                [feed.num_keys(lengths[row], lengths[row] - tail) for row in rows],
+                [feed.work(shape) for shape in own],
+                [feed.num_keys(shape) for shape in own],
                 counts,
-                [values for _, values in work],
                 asked if is_asked else (),
                 layers,
             )
@@ -540,6 +548,8 @@ class Predictor:
             columns=columns,
             start=start,
             canvas_start=prompt.shape[1],
+            num_front=min(int(self.model.shift_logits), prompt.shape[1]),
+            padding=tuple(prompt.shape[1] - length for length in lengths),
         )
 
     def _fed_columns(self, feed: Feed, canvas_start: int, total: int) -> tuple[int, int]:
@@ -684,6 +694,8 @@ class _Batch:
     columns: Tensor | None  # (R, n) sequence columns that are fed; None for all
     start: Tensor  # (R,) on the host: sequence column of the first fed position
     canvas_start: int
+    num_front: int  # prompt columns that speak for the canvas
+    padding: tuple[int, ...]  # columns in front of each prompt; not doubled
 
     @property
     def num_fed(self) -> int:
@@ -762,6 +774,8 @@ class _ViewCache:
                 columns=batch.columns,
                 num_prompt=batch.canvas_start,
                 frames=batch.frames,
+                padding=batch.padding * self._passes,
+                num_front=batch.num_front,
             )
         )
 
@@ -851,11 +865,13 @@ def _pad_left(prompts: Sequence[Prompt]) -> _Layout:
     positions = torch.zeros(num_rows, longest, dtype=torch.long, device=first.device)
     is_real = torch.zeros(num_rows, longest, dtype=torch.bool, device=first.device)
     frames = torch.full_like(positions, NO_FRAME)
+    sizes = []
     for row, prompt in enumerate(prompts):
         start = longest - prompt.length
         embeds[row, start:] = prompt.embeds
         positions[row, start:] = prompt.positions()
         is_real[row, start:] = True
-        frames[row, start:] = prompt.frames()
+        frames[row, start:] = numbers = prompt.frames()
+        sizes.append(tuple(torch.bincount(numbers[numbers != NO_FRAME]).tolist()))
     ends = torch.tensor([prompt.next_position for prompt in prompts], device=first.device)
-    return _Layout(embeds, frames, positions, is_real, ends, lengths)
+    return _Layout(embeds, frames, positions, is_real, ends, lengths, tuple(sizes))

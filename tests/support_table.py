@@ -53,7 +53,9 @@ def attempt(vlm: DiffusionVlm, prompt: dict, sampler: str, cache: str) -> str:
 @torch.no_grad()
 def outcomes() -> dict[tuple[str, str], dict[str, str]]:
     """By sampler and cache, what each model says."""
-    pairs = [(sampler, cache) for sampler in samplers.names() for cache in ["none", *caches.names()]]
+    pairs = [
+        (sampler, cache) for sampler in samplers.names() for cache in ["none", *caches.names()]
+    ]
     table: dict[tuple[str, str], dict[str, str]] = {pair: {} for pair in pairs}
     for name, (make, ask) in MODELS.items():
         vlm = DiffusionVlm(make())

@@ -10,12 +10,13 @@ from test_vlm import picture
 
 from dlm_decode import cache as caches
 from dlm_decode import samplers
-from dlm_decode.cache.base import Clock
+from dlm_decode.cache.base import Clock, RowShape
 from dlm_decode.cache.dllm import Dllm
 from dlm_decode.cache.dual import Dual
+from dlm_decode.cache.mars import Mars
 from dlm_decode.cache.prefix import Prefix
 from dlm_decode.cache.vicinity import Vicinity
-from dlm_decode.cost import forward_flops, kv_bytes_per_token
+from dlm_decode.cost import Work, forward_flops, kv_bytes_per_token
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.samplers.fast_dllm import FastDllm
 
@@ -27,6 +28,7 @@ EVERY_STEP = [
     Vicinity(refresh_interval=1),
     Vicinity(warmup=99),
     Dllm(prompt_interval=1, gen_interval=1),
+    Mars(visual_interval=1, text_interval=1, growth=1),
 ]
 SAMPLERS = ["baseline", "lown", "fast_dllm:cache=none", "lown:parallel=threshold,threshold=0.2"]
 
@@ -60,14 +62,16 @@ def test_work_of_a_partial_forward():
     policy = Dllm(prompt_interval=6, gen_interval=3, transfer_ratio=0.25)
 
     def work(forwards):
-        return policy.plan(Clock(0, 10, 0, forwards)).work(110, 110, 100)
+        return policy.plan(Clock(0, 10, 0, forwards)).work(row)
 
-    assert work(0) == (110, 0)
-    assert work(1) == (2, 8)  # two response positions, values of the other eight
-    assert work(3) == (10, 0)
-    assert Dllm(transfer_ratio=0.0).plan(Clock(0, 10, 0, 1)).work(110, 110, 100) == (0, 0)
+    row = RowShape(num_fed=110, length=110, num_prompt=100, num_layers=3)
+    assert work(0) == (Work(110, 110 * 110),) * 3
+    # Two response positions, values of the other eight.
+    assert work(1) == (Work(2, 2 * 110, values=8),) * 3
+    assert work(3) == (Work(10, 10 * 110),) * 3
+    assert Dllm(transfer_ratio=0.0).plan(Clock(0, 10, 0, 1)).work(row) == (Work(0, 0),) * 3
     only_prompt = Dllm(prompt_interval=2, gen_interval=7, transfer_ratio=0.25)
-    assert only_prompt.plan(Clock(0, 10, 0, 2)).work(110, 110, 100) == (102, 8)
+    assert only_prompt.plan(Clock(0, 10, 0, 2)).work(row)[0] == Work(102, 102 * 110, values=8)
 
 
 @pytest.mark.parametrize("policy", EVERY_STEP, ids=str)
@@ -126,6 +130,9 @@ def test_cached_forwards_are_cheaper_and_memory_is_reported(vlm, name):
     if name == "dllm":
         width = 2 * vlm.geometry.hidden_size * vlm.geometry.num_layers * 4
         expected = length * (kv_bytes_per_token(vlm.geometry, 4) + width)
+    elif name == "mars":  # and what the second of two groups of layers begins with
+        expected = length * kv_bytes_per_token(vlm.geometry, 4)
+        expected += (length - 12) * vlm.geometry.hidden_size * 4
     else:
         kept = length - 12 if name == "prefix_lm" else length
         expected = kept * kv_bytes_per_token(vlm.geometry, 4)

@@ -47,7 +47,10 @@ def test_generate_prints_text_and_writes_a_trajectory(checkpoint, image, tmp_pat
     assert len(shown.out.splitlines()) >= 1
     assert "8 FULL full" in shown.err
     run = json.loads(out.read_text().splitlines()[0])
-    assert run["sampler"] == {"name": "baseline", "options": {"remasking": "margin", "alg_temp": 0.0}}
+    assert run["sampler"] == {
+        "name": "baseline",
+        "options": {"remasking": "margin", "alg_temp": 0.0},
+    }
     assert main(["show", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out.html")
     assert "<script>" in (tmp_path / "out.html").read_text()

@@ -15,9 +15,11 @@ from dlm_decode.cost import (
     LLADA_8B,
     Geometry,
     VisionGeometry,
+    Work,
     forward_flops,
     head_flops,
     kv_bytes_per_token,
+    layer_flops,
     vision_flops,
 )
 
@@ -44,6 +46,8 @@ def test_cached_forward_attends_to_more_than_it_feeds():
     geometry = Geometry(1, 4, 2, 1, 2, 8, 10)
     per_query = 2 * 4 * (2 * 4 + 2 * 2) + 3 * 2 * 4 * 8
     assert forward_flops(geometry, 3, 7) == 3 * per_query + 4 * 3 * 7 * 4
+    more = layer_flops(geometry, Work(3, 21, values=5, scores=6))
+    assert more == forward_flops(geometry, 3, 7) + 5 * 2 * 4 * 2 + 6 * 2 * 4
     assert kv_bytes_per_token(geometry, 2) == 2 * 1 * 1 * 2 * 2
 
 

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from dlm_decode.cost import Work
+
 if TYPE_CHECKING:
     from dlm_decode.models.attention import Observe
     from dlm_decode.models.llada import LLaDALayer
 
-__all__ = ["Cache", "CachePolicy", "Clock", "Fed", "Feed", "Memory"]
+__all__ = ["Cache", "CachePolicy", "Clock", "Fed", "Feed", "Memory", "RowShape"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,27 @@ class Clock:
     last: int
     in_block: int
     forwards: int
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """One row of a forward in numbers, which its work is counted from.
+
+    Attributes:
+        num_fed: positions that are fed.
+        length: real length of the row's sequence.
+        num_prompt: how much of it stands in front of the canvas.
+        num_layers: decoder layers.
+        num_front: prompt positions that speak for the canvas: 1 if logits belong to the next token.
+        frame_sizes: prompt positions of each frame, by frame number; empty without pictures.
+    """
+
+    num_fed: int
+    length: int
+    num_prompt: int
+    num_layers: int
+    num_front: int = 0
+    frame_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,19 +84,13 @@ class Feed:
         """Whether the whole sequence is fed."""
         return self.first is None and self.last is None
 
-    def work(self, num_fed: int, length: int, num_prompt: int) -> tuple[int, int]:
-        """Positions that every layer computes, and those of which it computes values only.
+    def work(self, row: RowShape) -> tuple[Work, ...]:
+        """What each layer does for a row."""
+        return (Work(row.num_fed, row.num_fed * self.num_keys(row)),) * row.num_layers
 
-        Args:
-            num_fed: positions that are fed.
-            length: real length of the row's sequence.
-            num_prompt: how much of it stands in front of the canvas.
-        """
-        return num_fed, 0
-
-    def num_keys(self, length: int, num_prompt: int) -> int:
-        """Positions that each of the computed ones attends to; arguments as in `work`."""
-        return length
+    def num_keys(self, row: RowShape) -> int:
+        """Positions that can be attended to."""
+        return row.length
 
 
 FULL_FEED = Feed("full")
@@ -91,6 +108,8 @@ class Fed:
         num_prompt: sequence columns in front of the canvas, padding included.
         frames: `(R, num_prompt)` long number of the frame that each of these columns belongs to, as
             in `Prompt.frames`; -1 for text and padding. `None` where nobody said.
+        padding: columns of padding in front of each of the R rows; empty for none.
+        num_front: prompt columns that speak for the canvas, as in `RowShape`.
     """
 
     feed: Feed
@@ -99,6 +118,8 @@ class Fed:
     columns: Tensor | None
     num_prompt: int
     frames: Tensor | None = None
+    padding: tuple[int, ...] = ()
+    num_front: int = 0
 
 
 class Memory(Protocol):

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from dlm_decode.cache import register_cache
-from dlm_decode.cache.base import FULL_FEED, Cache, Clock, Fed, Feed, Memory
+from dlm_decode.cache.base import FULL_FEED, Cache, Clock, Fed, Feed, Memory, RowShape
 from dlm_decode.cache.prefix import check_interval
+from dlm_decode.cost import Work
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -95,11 +96,12 @@ class _PartialFeed(Feed):
     def num_selected(self, num_response: int) -> int:
         return num_response if self.refreshes_response else int(self.ratio * num_response)
 
-    def work(self, num_fed: int, length: int, num_prompt: int) -> tuple[int, int]:
-        num_response = length - num_prompt
+    def work(self, row: RowShape) -> tuple[Work, ...]:
+        num_response = row.length - row.num_prompt
         selected = self.num_selected(num_response)
         probed = 0 if self.refreshes_response or self.ratio == 0 else num_response - selected
-        return (num_prompt if self.refreshes_prompt else 0) + selected, probed
+        queries = (row.num_prompt if self.refreshes_prompt else 0) + selected
+        return (Work(queries, queries * row.length, probed),) * row.num_layers
 
 
 @dataclass

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dlm_decode.cache import register_cache
-from dlm_decode.cache.base import Cache, Clock, Fed, Feed, Memory
+from dlm_decode.cache.base import Cache, Clock, Fed, Feed, Memory, RowShape
+from dlm_decode.cost import Work
 
 if TYPE_CHECKING:
     from dlm_decode.models.attention import Observe
@@ -46,11 +47,11 @@ class PrefixLm:
 
 @dataclass(frozen=True)
 class _Prefill(Feed):
-    def work(self, num_fed: int, length: int, num_prompt: int) -> tuple[int, int]:
-        return num_prompt, 0
+    def work(self, row: RowShape) -> tuple[Work, ...]:
+        return (Work(row.num_prompt, row.num_prompt**2),) * row.num_layers
 
-    def num_keys(self, length: int, num_prompt: int) -> int:
-        return num_prompt
+    def num_keys(self, row: RowShape) -> int:
+        return row.num_prompt
 
 
 _PREFILL = _Prefill("prefill", None, 0)

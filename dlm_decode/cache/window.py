@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dlm_decode.models.attention import Observe
     from dlm_decode.models.llada import LLaDALayer
 
-__all__ = ["WindowCache", "WindowPolicy"]
+__all__ = ["WindowCache", "WindowPolicy", "stored"]
 
 
 class WindowPolicy:
@@ -69,12 +69,12 @@ class _WindowMemory:
 
     def _keep(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return (
-            _stored(self.cache.keys, index, key, self.fed),
-            _stored(self.cache.values, index, value, self.fed),
+            stored(self.cache.keys, index, key, self.fed),
+            stored(self.cache.values, index, value, self.fed),
         )
 
 
-def _stored(store: list[Tensor], index: int, fresh: Tensor, fed: Fed) -> Tensor:
+def stored(store: list[Tensor], index: int, fresh: Tensor, fed: Fed) -> Tensor:
     """Writes what was computed, and returns `(R, H_kv, S, d)` to attend to."""
     is_all = len(fed.rows) == fed.num_rows
     if fed.columns is None:
