@@ -129,7 +129,7 @@ def attention_row_flops(geometry: Geometry, rows: int, keys: int, layers: int) -
         keys: positions that they attend to.
         layers: layers that are asked.
     """
-    return 2 * layers * rows * keys * geometry.num_heads * geometry.head_dim
+    return layers * layer_flops(geometry, Work(0, 0, scores=rows * keys))
 
 
 def head_flops(geometry: Geometry, positions: int) -> int:

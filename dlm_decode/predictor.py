@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -91,10 +92,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Left-padded prompts of one view. `lengths` are real lengths on the host.
-
-    So are `frame_sizes`, a row's prompt positions by frame number.
-    """
+    """Left-padded prompts of one view. `lengths` are real lengths on the host."""
 
     embeds: Tensor
     frames: Tensor
@@ -102,7 +100,13 @@ class _Layout:
     is_real: Tensor
     next_position: Tensor
     lengths: tuple[int, ...]
-    frame_sizes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def frame_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Each row's prompt positions by frame number, on the host; reads the device once."""
+        return tuple(
+            tuple(torch.bincount(row[row != NO_FRAME]).tolist()) for row in self.frames.cpu()
+        )
 
 
 class Predictor:
@@ -396,7 +400,7 @@ class Predictor:
                 num_prompt=lengths[row] - tail,
                 num_layers=self.meter.geometry.num_layers,
                 num_front=batch.num_front,
-                frame_sizes=self._layout(view).frame_sizes[row],
+                frame_sizes=self._layout(view).frame_sizes[row] if self.has_cache else (),
             )
             for row in rows
         ]
@@ -456,15 +460,16 @@ class Predictor:
         drawn = torch.zeros(positions.shape, device=self.device)
         stream = self.settings.quirks.random_stream
         for row in positions.any(dim=1).nonzero()[:, 0].tolist():
-            places = positions[row].nonzero()[:, 0]
-            length, front = self.canvas.width, 0
-            if stream in ("full", "block"):
+            length, front, generator = self.canvas.width, 0, self.generators[row]
+            if stream == "masked":
+                places = positions[row].nonzero()[:, 0]
+                drawn[row, places] = fill(drawn.new_empty(len(places)), generator=generator)
+                continue
+            if stream != "rows":
                 length, front = self._drawn.get(row) or self._whole(row)
-            elif stream == "masked":
-                length = len(places)
-            numbers = torch.empty(length, device=self.device)
-            fill(numbers, generator=self.generators[row])
-            drawn[row, places] = numbers if stream == "masked" else numbers[places + front]
+            numbers = fill(drawn.new_empty(length), generator=generator)
+            first, last = max(0, -front), min(self.canvas.width, length - front)
+            drawn[row, first:last] = numbers[first + front : last + front]
         return drawn
 
     def _empty(self, statistics: Collection[str]) -> Prediction:
@@ -865,13 +870,11 @@ def _pad_left(prompts: Sequence[Prompt]) -> _Layout:
     positions = torch.zeros(num_rows, longest, dtype=torch.long, device=first.device)
     is_real = torch.zeros(num_rows, longest, dtype=torch.bool, device=first.device)
     frames = torch.full_like(positions, NO_FRAME)
-    sizes = []
     for row, prompt in enumerate(prompts):
         start = longest - prompt.length
         embeds[row, start:] = prompt.embeds
         positions[row, start:] = prompt.positions()
         is_real[row, start:] = True
-        frames[row, start:] = numbers = prompt.frames()
-        sizes.append(tuple(torch.bincount(numbers[numbers != NO_FRAME]).tolist()))
+        frames[row, start:] = prompt.frames()
     ends = torch.tensor([prompt.next_position for prompt in prompts], device=first.device)
-    return _Layout(embeds, frames, positions, is_real, ends, lengths, tuple(sizes))
+    return _Layout(embeds, frames, positions, is_real, ends, lengths)

@@ -77,32 +77,43 @@ def make_tracker(spec: Any) -> Tracker | None:
     raise UnknownNameError("tracker", spec, _NAMES)
 
 
-def abort(tracker: Tracker) -> None:
+def abort(tracker: Any) -> None:
     """Tells a tracker that no `finish` will come."""
     stop = getattr(tracker, "abort", None)
     if stop is not None:
         stop()
 
 
-class _Several:
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self.trackers = trackers
+class Several:
+    """Hands start, finish and abort on to several trackers.
+
+    Args:
+        parts: the trackers.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
 
     def start(self, run: Record) -> None:
-        for tracker in self.trackers:
-            tracker.start(run)
-
-    def step(self, record: Record) -> None:
-        for tracker in self.trackers:
-            tracker.step(record)
+        """To each."""
+        for part in self.parts:
+            part.start(run)
 
     def finish(self, record: Record) -> None:
-        for tracker in self.trackers:
-            tracker.finish(record)
+        """To each."""
+        for part in self.parts:
+            part.finish(record)
 
     def abort(self) -> None:
-        for tracker in self.trackers:
-            abort(tracker)
+        """To each."""
+        for part in self.parts:
+            abort(part)
+
+
+class _Several(Several):
+    def step(self, record: Record) -> None:
+        for part in self.parts:
+            part.step(record)
 
 
 class JsonlTracker:

@@ -74,10 +74,7 @@ def load_task(
     questions = [_sample(*row, shown) for row in _read(folder)]
     root = None
     if not is_blind:
-        from huggingface_hub.constants import HF_HOME
-
-        places = [folder / "videos", Path(HF_HOME) / "egoschema" / "videos"]
-        root = video_folder(videos, source, places)
+        root = video_folder(videos, source, [folder / "videos"], "egoschema/videos")
     return EgoSchema(questions, root, instruction=shown, split="subset", source=source)
 
 

@@ -164,11 +164,9 @@ def load_task(
     questions = [_sample(row, rules, split, shown) for row in rows]
     root = None
     if not is_blind:
-        from huggingface_hub.constants import HF_HOME
-
         names = ("video", "videos", "MLVU/video", "MLVU_Test/video", rules.cache_name)
-        places = [*(folder / name for name in names), Path(HF_HOME) / rules.cache_name]
-        root = video_folder(videos, source, places)
+        places = [folder / name for name in names]
+        root = video_folder(videos, source, places, rules.cache_name)
     return Mlvu(questions, root, split=split, instruction=shown, source=source)
 
 

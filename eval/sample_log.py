@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.track import PROJECT, flat, import_trackio, import_wandb
+from dlm_decode.track import PROJECT, Several, flat, import_trackio, import_wandb
 
 __all__ = ["SampleLog", "TrackioSampleLog", "WandbSampleLog", "check_track", "make_sample_log"]
 
@@ -84,25 +83,10 @@ def make_sample_log(spec: Any) -> SampleLog:
     return WandbSampleLog(mode=spec.partition(":")[2] or None)
 
 
-class _Several:
-    def __init__(self, logs: Sequence[SampleLog]) -> None:
-        self.logs = logs
-
-    def start(self, settings: Record) -> None:
-        for log in self.logs:
-            log.start(settings)
-
+class _Several(Several):
     def sample(self, entry: Record) -> None:
-        for log in self.logs:
-            log.sample(entry)
-
-    def finish(self, report: Record) -> None:
-        for log in self.logs:
-            log.finish(report)
-
-    def abort(self) -> None:
-        for log in self.logs:
-            log.abort()
+        for part in self.parts:
+            part.sample(entry)
 
 
 class _Running:

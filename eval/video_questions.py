@@ -254,13 +254,16 @@ def annotation_folder(source: str, patterns: Sequence[str]) -> Path:
         ) from None
 
 
-def video_folder(given: str | Path | None, source: str, folders: Sequence[Path]) -> Path:
+def video_folder(
+    given: str | Path | None, source: str, folders: Sequence[Path], cache_name: str
+) -> Path:
     """The folder of the videos.
 
     Args:
-        given: what the user said; `None` for the first of `folders` that exists.
+        given: what the user said; `None` for the first of the usual places that exists.
         source: of the annotations, for the message.
         folders: usual places.
+        cache_name: where lmms-eval puts the videos, in the hub's cache folder: the last such place.
 
     Raises:
         InvalidInputError: no such folder.
@@ -269,6 +272,9 @@ def video_folder(given: str | Path | None, source: str, folders: Sequence[Path])
         if not Path(given).is_dir():
             raise InvalidInputError(f"no folder {str(given)!r} for --videos.")
         return Path(given)
+    from huggingface_hub.constants import HF_HOME
+
+    folders = [*folders, Path(HF_HOME) / cache_name]
     found = next((folder for folder in folders if folder.is_dir()), None)
     if found is None:
         tried = ", ".join(repr(str(folder)) for folder in folders)

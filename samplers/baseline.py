@@ -100,6 +100,5 @@ class Baseline:
             return score
         # The largest of p / e, e exponentially distributed, are a draw from p without replacement.
         score = prediction.confidence if self.remasking == "low_confidence" else score
-        score = torch.where(context.eligible, score, float("-inf")) / self.alg_temp
         drawn = context.exponential(context.eligible)
-        return torch.where(context.eligible, score - drawn.log(), float("-inf"))
+        return score / self.alg_temp - drawn.log()

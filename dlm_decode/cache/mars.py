@@ -13,7 +13,7 @@ from dlm_decode.cache import register_cache
 from dlm_decode.cache.base import Cache, Clock, Fed, Feed, Memory, RowShape
 from dlm_decode.cache.frames import FrameAttention, is_bounded, num_pairs
 from dlm_decode.cache.prefix import check_interval
-from dlm_decode.cache.window import stored
+from dlm_decode.cache.window import KeyValues, stored
 from dlm_decode.canvas import NO_FRAME
 from dlm_decode.cost import Work
 from dlm_decode.errors import InvalidInputError
@@ -185,18 +185,14 @@ class _Scene:
 
 
 @dataclass
-class _MarsCache:
-    """What the prompt's positions left.
+class _MarsCache(KeyValues):
+    """Keys and values of the whole sequence, and what else the prompt's positions left.
 
     Attributes:
-        keys: by layer, `(rows, H_kv, S, d)`, rotated for their positions.
-        values: likewise.
         states: by layer that begins a group, but for the first: `(rows, P, D)` inputs of the layer.
         scenes: by row.
     """
 
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
     states: dict[int, Tensor] = field(default_factory=dict)
     scenes: dict[int, _Scene] = field(default_factory=dict)
 
@@ -206,16 +202,15 @@ class _MarsCache:
         return _MarsMemory(self, fed, fed.feed)
 
     def crop(self, count: int) -> None:
-        for store in (self.keys, self.values):
-            store[:] = [part[:, :, count:].contiguous() for part in store]
+        super().crop(count)
         # Scenes and anchors count from a row's first real position, which stays.
         self.states = {at: part[:, count:].contiguous() for at, part in self.states.items()}
 
     @property
     def num_bytes(self) -> int:
         anchors = chain.from_iterable(scene.anchors for scene in self.scenes.values())
-        kept = chain(self.keys, self.values, self.states.values(), anchors)
-        return sum(part.numel() * part.element_size() for part in kept)
+        more = chain(self.states.values(), anchors)
+        return super().num_bytes + sum(part.numel() * part.element_size() for part in more)
 
 
 class _Part(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dlm_decode.cache import register_cache
 from dlm_decode.cache.base import Cache, Clock, Fed, Feed, Memory, RowShape
+from dlm_decode.cache.window import KeyValues
 from dlm_decode.cost import Work
 
 if TYPE_CHECKING:
@@ -59,22 +60,11 @@ _RESPONSE = Feed("suffix", 0, is_detached=True)
 
 
 @dataclass
-class _PromptCache:
-    """Keys and values of the prompt by layer, `(rows, H_kv, P, d)` each."""
-
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+class _PromptCache(KeyValues):
+    """Keys and values of the prompt."""
 
     def memory(self, fed: Fed) -> Memory:
         return _PromptMemory(self, fed)
-
-    def crop(self, count: int) -> None:
-        for store in (self.keys, self.values):
-            store[:] = [part[:, :, count:].contiguous() for part in store]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
 
 
 @dataclass(frozen=True)

@@ -26,19 +26,14 @@ class WindowPolicy:
 
 
 @dataclass
-class WindowCache:
-    """Keys and values by layer, `(rows, H_kv, S, d)` each, rotated for their positions.
+class KeyValues:
+    """Keys and values by layer, `(rows, H_kv, n, d)` each, rotated for their positions.
 
-    A forward over the whole sequence replaces them; one over a window overwrites the window's part
-    in place, and its queries attend to the whole.
+    Base of the caches that keep them; a cache adds its `memory`.
     """
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
-
-    def memory(self, fed: Fed) -> Memory:
-        """The memory of one forward."""
-        return _WindowMemory(self, fed)
 
     def crop(self, count: int) -> None:
         """See `Cache`."""
@@ -49,6 +44,19 @@ class WindowCache:
     def num_bytes(self) -> int:
         """Bytes of the keys and values of all layers."""
         return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
+
+
+@dataclass
+class WindowCache(KeyValues):
+    """Keys and values of the whole sequence.
+
+    A forward over the whole sequence replaces them; one over a window overwrites the window's part
+    in place, and its queries attend to the whole.
+    """
+
+    def memory(self, fed: Fed) -> Memory:
+        """The memory of one forward."""
+        return _WindowMemory(self, fed)
 
 
 @dataclass(frozen=True)
