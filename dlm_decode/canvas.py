@@ -60,6 +60,10 @@ class Prompt:
         end_position: rotary position of the first canvas token; P when `None`.
         frame_ids: `(P,)` long, what `frames` returns; read from `spans` when `None`. A stage that
             drops tokens keeps the numbers of those that stay.
+        salience: `(P,)` float32: attention that the vision tower gave each visual token (from its
+            class token, or where there is none from all its patches), 0 elsewhere; `None` unless a
+            stage needs it.
+        tower_keys: `(P, d)` float32 keys of the tower's attention there, mean over heads; likewise.
     """
 
     embeds: Tensor
@@ -69,6 +73,8 @@ class Prompt:
     position_ids: Tensor | None = None
     end_position: int | None = None
     frame_ids: Tensor | None = None
+    salience: Tensor | None = None
+    tower_keys: Tensor | None = None
 
     @property
     def length(self) -> int:

@@ -844,6 +844,8 @@ def _without_tail(prompt: Prompt, count: int) -> Prompt:
         position_ids=prompt.positions()[:keep],
         end_position=prompt.next_position - count,
         frame_ids=prompt.frames()[:keep],
+        salience=None if prompt.salience is None else prompt.salience[:keep],
+        tower_keys=None if prompt.tower_keys is None else prompt.tower_keys[:keep],
     )
 
 
@@ -856,6 +858,8 @@ def _text_only(prompt: Prompt, view: View) -> Prompt:
         is_visual=prompt.is_visual[keep],
         spans=(),
         frame_ids=None,
+        salience=None,
+        tower_keys=None,
     )
     if view.positions == "packed":
         return replace(text, position_ids=None, end_position=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
@@ -16,11 +16,15 @@ __all__ = [
     "AttentionStage",
     "Positions",
     "Stage",
+    "TowerNeed",
     "check_keep_ratio",
     "keep_positions",
+    "tower_needs",
 ]
 
 Positions = Literal["original", "renumbered"]
+TowerNeed = Literal["salience", "tower_keys"]
+"""Fields of `Prompt` that a stage may ask for by an attribute `tower_needs`, a tuple of them."""
 
 
 @runtime_checkable
@@ -113,7 +117,14 @@ def keep_positions(prompt: Prompt, keep: Tensor, positions: Positions = "origina
         position_ids=None if is_renumbered else prompt.positions()[keep],
         end_position=None if is_renumbered else prompt.next_position,
         frame_ids=prompt.frames()[keep],
+        salience=None if prompt.salience is None else prompt.salience[keep],
+        tower_keys=None if prompt.tower_keys is None else prompt.tower_keys[keep],
     )
+
+
+def tower_needs(stages: Iterable[Stage]) -> frozenset[TowerNeed]:
+    """What of the vision tower's attention the stages read, see `TowerNeed`."""
+    return frozenset(need for stage in stages for need in getattr(stage, "tower_needs", ()))
 
 
 def check_keep_ratio(value: float) -> None:

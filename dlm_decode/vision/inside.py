@@ -1,0 +1,168 @@
+"""Stages that work between decoder layers, and what they are shown there.
+
+The same stage serves diffusion models, through our layer loop, and autoregressive ones, through
+hooks on stock classes: both show it one row at a time as a `LayerView`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from dlm_decode.canvas import Prompt
+from dlm_decode.vision.base import Stage
+
+__all__ = ["InsideStage", "LayerView", "Reduction", "RowLayout", "layout_of"]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """What one row's positions are, without padding.
+
+    Attributes:
+        is_visual: `(S,)` bool.
+        image_ids: `(S,)` long: which image or video, counted from 0; -1 for text.
+        parts: `(S,)` long: which rectangular part (tile group, frame) of all parts of the row; -1
+            for text and for newline vectors.
+        cells: `(S, 2)` long: row and column inside that part; -1 likewise.
+    """
+
+    is_visual: Tensor
+    image_ids: Tensor
+    parts: Tensor
+    cells: Tensor
+
+    def picked(self, index: Tensor) -> RowLayout:
+        """The layout of the positions `index`, in that order."""
+        return RowLayout(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+    def with_text(self, count: int) -> RowLayout:
+        """The layout with `count` text positions behind it (a diffusion model's canvas)."""
+        return RowLayout(
+            torch.cat([self.is_visual, self.is_visual.new_zeros(count)]),
+            torch.cat([self.image_ids, self.image_ids.new_full((count,), -1)]),
+            torch.cat([self.parts, self.parts.new_full((count,), -1)]),
+            torch.cat([self.cells, self.cells.new_full((count, 2), -1)]),
+        )
+
+
+def layout_of(prompt: Prompt) -> RowLayout:
+    """The layout of a prompt, read from its spans and their sections."""
+    image_ids, parts = torch.full_like(prompt.ids, -1), torch.full_like(prompt.ids, -1)
+    cells = prompt.ids.new_full((prompt.length, 2), -1)
+    part = 0
+    for number, span in enumerate(prompt.spans):
+        image_ids[span.start : span.start + span.length] = number
+        for start, rows, columns, has_newline in span.sections:
+            width = columns + has_newline
+            grid = torch.arange(rows * width, device=prompt.ids.device)
+            at, is_cell = span.start + start + grid, grid % width < columns
+            parts[at[is_cell]] = part
+            cells[at[is_cell]] = torch.stack([grid // width, grid % width], dim=-1)[is_cell]
+            part += 1
+    return RowLayout(prompt.is_visual, image_ids, parts, cells)
+
+
+@dataclass
+class LayerView:
+    """One row, right behind a decoder layer.
+
+    Attributes:
+        layer: the layer that has just run, counted from 0.
+        num_layers: L.
+        hidden: `(S, D)` its output.
+        layout: what the positions are.
+        position_ids: `(S,)` rotary positions, `(3, S)` with M-RoPE.
+        is_masked: `(S,)` bool: response positions that are still masked; none in an autoregressive
+            model.
+        is_causal: whether the layer attended causally; else in both directions.
+        queries: `(H, S, d)` the layer's queries after rotation, if the stage asked for them.
+        keys: `(H_kv, S, d)` likewise.
+        scaling: factor of the scores.
+        num_scores: pairs of a query and a key that the methods below have scored, for the cost.
+    """
+
+    layer: int
+    num_layers: int
+    hidden: Tensor
+    layout: RowLayout
+    position_ids: Tensor
+    is_masked: Tensor
+    is_causal: bool
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    scaling: float = 1.0
+    num_scores: int = field(default=0, init=False)
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """`(H, Q, K)` float32 scaled scores before any mask and softmax.
+
+        Args:
+            queries: `(Q,)` positions.
+            keys: `(K,)` positions.
+        """
+        if self.queries is None or self.keys is None:
+            raise AssertionError("the stage did not ask for queries and keys of this layer")
+        groups = self.queries.shape[0] // self.keys.shape[0]
+        picked = self.keys[:, keys].float().repeat_interleave(groups, dim=0)
+        self.num_scores += len(queries) * len(keys)
+        return self.queries[:, queries].float() @ picked.transpose(-1, -2) * self.scaling
+
+    def attention(self, queries: Tensor) -> Tensor:
+        """`(H, Q, S)` float32 attention of the positions `(Q,)`; each row sums to 1."""
+        everything = torch.arange(self.hidden.shape[0], device=self.hidden.device)
+        scores = self.scores(queries, everything)
+        if self.is_causal:
+            scores = scores.masked_fill(everything > queries[:, None], float("-inf"))
+        return scores.softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What deeper layers work on, in order.
+
+    Attributes:
+        index: `(S',)` ascending: which position of the view each of them is. All text positions
+            must be among them.
+        hidden: `(S', D)` their states; merged tokens differ from the view's.
+        position_ids: `(S',)` or `(3, S')` rotary positions from here on.
+    """
+
+    index: Tensor
+    hidden: Tensor
+    position_ids: Tensor
+
+
+@runtime_checkable
+class InsideStage(Stage, Protocol):
+    """A stage that drops or merges visual tokens behind some decoder layers.
+
+    Rows without visual tokens are never shown to it. Generated tokens of an autoregressive model
+    keep the rotary positions of the unreduced sequence.
+    """
+
+    def layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers (counted from 0, ascending) behind which it acts; none where it is a no-op.
+
+        Raises:
+            InvalidInputError: a layer that a model of `num_layers` layers does not have.
+        """
+        ...
+
+    def reads_attention(self, layer: int) -> bool:
+        """Whether it needs the queries and keys of that layer."""
+        ...
+
+    def reduce(self, view: LayerView) -> Reduction | None:
+        """What stays behind `view.layer`; `None` for everything."""
+        ...
+
+    def keeps(self, layer: int, num_visual: int, num_images: int) -> int | None:
+        """How many of `num_visual` tokens that reach `layer` stay; `None` if data decide.
+
+        For costs that are computed without running anything; square grids are assumed.
+        """
+        ...
