@@ -584,22 +584,23 @@ def _add_compare(commands: Any) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from dlm_decode.eval import compare as comparison
+    from dlm_decode.eval import tables
+    from dlm_decode.eval.compare import compare
+    from dlm_decode.eval.matches import describe_match, matched, matched_score, random_access
+    from dlm_decode.eval.variants import Variant, check_suite, suite
     from dlm_decode.settings import resolve_settings
 
     given = arguments.settings or []
-    parsed = {text: comparison.Variant.parse(text) for kind, text in given if kind == "variant"}
+    parsed = {text: Variant.parse(text) for kind, text in given if kind == "variant"}
     for kind, text in given:
         if kind == "suite":
-            comparison.check_suite(text)
+            check_suite(text)
     vlm = _load(arguments)
     own = resolve_settings({}, vlm.generation_defaults)
     names = [
-        name
-        for kind, text in given
-        for name in ([text] if kind == "variant" else comparison.suite(text, own))
+        name for kind, text in given for name in ([text] if kind == "variant" else suite(text, own))
     ]
-    variants = {name: parsed.get(name) or comparison.Variant.parse(name) for name in names}
+    variants = {name: parsed.get(name) or Variant.parse(name) for name in names}
     for option in ("match", "match_score", "match_random"):
         name = getattr(arguments, option)
         if name is not None and name not in variants:
@@ -608,29 +609,29 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.match_random is not None:
         variants[arguments.match_random].with_random_access(1.0, 0)  # refuses what is not lown
     folder, sizes = arguments.output, {"limit": arguments.limit, "batch": arguments.batch}
-    rows = comparison.compare(vlm, list(variants.values()), folder, **sizes)
+    rows = compare(vlm, list(variants.values()), folder, **sizes)
     matches = []
     if arguments.match_random is not None:
         name = arguments.match_random
-        drawn = comparison.random_access(rows, variants[name])
+        drawn = random_access(rows, variants[name])
         variants.update({variant.name: variant for variant in drawn})
-        rows = comparison.compare(vlm, list(variants.values()), folder, **sizes)
+        rows = compare(vlm, list(variants.values()), folder, **sizes)
         rivals = [row for row in rows if row["name"] in {variant.name for variant in drawn}]
         matches.append({"variant": name, "by": "random", "match": [r["name"] for r in rivals]})
     for by, name, find in (
-        ("cost", arguments.match, comparison.matched),
-        ("score", arguments.match_score, comparison.matched_score),
+        ("cost", arguments.match, matched),
+        ("score", arguments.match_score, matched_score),
     ):
         if name is not None:
             rival = find(rows, name)
             matches.append({"variant": name, "by": by, "match": rival and rival["name"]})
-    comparison.save(folder, rows, matches)
-    print(comparison.render(rows))
+    tables.save(folder, rows, matches)
+    print(tables.render(rows))
     for match in matches:
-        print(comparison.describe_match(rows, match))
+        print(describe_match(rows, match))
     if arguments.plot:
         for suffix in ("png", "svg"):
-            comparison.draw(rows, folder / f"plot.{suffix}")
+            tables.draw(rows, folder / f"plot.{suffix}")
     return 0
 
 
@@ -664,7 +665,7 @@ def _add_tune(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from dlm_decode.eval import compare as comparison
+    from dlm_decode.eval.tables import render
     from dlm_decode.eval.tune import tune
 
     result = tune(
@@ -675,7 +676,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         limit=arguments.limit,
         batch=arguments.batch,
     )
-    print(comparison.render(result["rows"]))
+    print(render(result["rows"]))
     print(
         f"cheapest by {result['by']} that keeps {result['keep']:.1%} of the score: "
         f"{result['chosen']['name']}"
@@ -712,7 +713,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     import torch
 
     from dlm_decode.eval import bench
-    from dlm_decode.eval.compare import Variant
+    from dlm_decode.eval.variants import Variant
 
     names = ("hidden_size", "num_layers", "visual_side", "num_text", "gen_length", "steps")
     size = bench.BenchSize(**{name: getattr(arguments, name) for name in names})
