@@ -253,7 +253,9 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--no-stop", action="store_true", help="fill the whole canvas")
     parser.add_argument("--suffix", help="text that follows the canvas")
     parser.add_argument(
-        "--prefill", help="text that the canvas starts from; <|mdm_mask|> is decoded"
+        "--prefill",
+        help="text that the canvas starts from; <mask:4> is a hole of four tokens, <infill:4> "
+        "one of at most four (LaViDa FIM)",
     )
     parser.add_argument("--json", action="store_true", help="answer, tokens and cost as JSON")
     parser.add_argument("--stream", action="store_true", help="show the canvas as it denoises")
