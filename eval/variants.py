@@ -134,6 +134,8 @@ def _split(text: str) -> tuple[str, list[str], dict[str, str]]:
                 f"cannot read {part!r} in variant {text!r}; after @ come key=value pairs of "
                 f"{', '.join(_OPTIONS)}."
             )
+        if key.strip() in pairs:
+            raise InvalidInputError(f"{key.strip()!r} stands twice in variant {text!r}.")
         pairs[key.strip()] = value.strip().replace(";", ",")
     return alias + rest, stages, pairs
 

@@ -31,6 +31,7 @@ def test_variants_are_read():
     for text, message in (
         ("basline", "Did you mean 'baseline'"),
         ("baseline@stepz=4", "cannot read 'stepz=4'"),
+        ("baseline@steps=4,steps=8", "'steps' stands twice"),
         ("baseline@steps=four", "is no number"),
         ("baseline+strid", "Did you mean 'stride'"),
         ("lown:cache=prefx", "Did you mean 'prefix'"),

@@ -35,6 +35,7 @@ def test_spec_and_instance():
         ("baseline:remaskin=margin", "Did you mean 'remasking'"),
         ("baseline:remasking=marginal", "Did you mean 'margin'"),
         ("baseline:margin", "name:key=value"),
+        ("baseline:alg_temp=0.5, alg_temp =0.2", "'alg_temp' stands twice"),
         ("BASELINE", "Did you mean 'baseline'"),
         ("lown:guard_exempt_special=maybe", "must be true or false, got 'maybe'"),
         ("fast_dllm:factor=many", "factor must be a number of at least 0"),
