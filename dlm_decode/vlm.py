@@ -106,7 +106,7 @@ class DiffusionVlm:
         videos: Any = None,
         *,
         sampler: Sampler | str = "baseline",
-        stages: Sequence[Stage | str] = (),
+        stages: Sequence[Stage | str] | Stage | str | None = (),
         cache: CachePolicy | str | None = None,
         gen_length: int | None = None,
         steps: int | None = None,
@@ -214,7 +214,7 @@ class DiffusionVlm:
         """
         began = time.perf_counter()
         chosen_sampler = samplers.make(sampler)
-        chosen_stages = [vision.make(stage) for stage in stages]
+        chosen_stages = vision.make_all(stages)
         attention_stage = _attention_stage(chosen_stages)
         chosen_cache = _cache_policy(cache, chosen_sampler)
         given = self._given
