@@ -815,13 +815,14 @@ def _add_cost(commands: Any) -> None:
 
 
 def _cost(arguments: argparse.Namespace) -> int:
-    from dlm_decode.cost import PUBLISHED, forward_flops
+    from dlm_decode.cost import forward_flops
+    from dlm_decode.cost.geometries import DIFFUSION
 
     if arguments.text < 1 or arguments.gen_length < 1:
         raise InvalidInputError("--text and --gen-length must be at least 1.")
     short = arguments.text + arguments.gen_length
     print(f"{'model and input':<40} {'visual':>6} {'share':>6} {'FULL TFLOPs':>12} {'rho':>6}")
-    for name, (geometry, num_visual) in PUBLISHED.items():
+    for name, (geometry, num_visual) in DIFFUSION.items():
         total = short + num_visual
         full, text = (forward_flops(geometry, length, length) for length in (total, short))
         share = num_visual / total
