@@ -8,15 +8,21 @@ from typing import Any
 from dlm_decode.registry import Registry
 from dlm_decode.vision.base import Stage
 
-__all__ = ["Stage", "get", "make", "names", "register_stage"]
+__all__ = ["Stage", "aliases", "get", "make", "names", "register_alias", "register_stage"]
 
 _registry: Registry[Stage] = Registry("vision stage", "dlm_decode.vision", "dlm_decode.stages")
 register_stage = _registry.register
+register_alias = _registry.register_alias
 
 
 def names() -> list[str]:
     """Names of all vision stages, built in, registered and installed."""
     return _registry.names()
+
+
+def aliases() -> dict[str, str]:
+    """Named settings of stages, with the spec that each stands for."""
+    return _registry.aliases()
 
 
 def get(name: str) -> type[Stage]:
