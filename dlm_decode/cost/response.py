@@ -208,12 +208,12 @@ def response_cost(
         prefill += layer_flops(geometry, Work(length, pairs * is_counted))
         decode += layer_flops(geometry, Work(count, later * is_counted))
     heads = {"every": schedule.lengths[-1] + count, "last": 1 + count, "none": 0}[convention.head]
-    has_vision = convention.has_vision and geometry.vision is not None
+    vision = geometry.vision if convention.has_vision else None
     per_layer = kv_bytes_per_token(replace(geometry, num_layers=1), _BYTES_PER_NUMBER)
     return ResponseCost(
         prefill=prefill // scale,
         decode=decode // scale,
         head=head_flops(geometry, heads) // scale,
-        vision=vision_flops(geometry.vision, tiles) // scale if has_vision else 0,
+        vision=0 if vision is None else vision_flops(vision, tiles) // scale,
         kv_bytes=per_layer * sum(length + count for length in schedule.lengths),
     )

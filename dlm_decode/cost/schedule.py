@@ -55,7 +55,7 @@ def schedule_of(stages: Sequence[Stage], model: Published, text_tokens: int) -> 
                 continue
             if stage.reads_attention(layer):
                 read_layers.add(layer)
-            kept = stage.keeps(layer, num_visual, 1)
+            kept = stage.keeps(layer, num_visual, 1, num_layers)
             if kept is None:
                 raise _depends(stage)
             num_visual = kept
