@@ -809,27 +809,14 @@ def _analyse(arguments: argparse.Namespace) -> int:
 
 
 def _add_cost(commands: Any) -> None:
-    text = "Analytic decoder cost of FULL and TEXT_ONLY forwards at published sizes."
-    parser = _command(commands, "cost", text, _cost)
-    parser.add_argument(
-        "--text", type=int, default=60, help="text tokens of the prompt (default 60)"
+    from dlm_decode.cost.command import add_arguments, run
+
+    text = (
+        "Costs at published sizes, by formula: of a diffusion model's forwards with and without "
+        "the picture, of an autoregressive model's response with and without stages, and papers' "
+        "tables recomputed."
     )
-    parser.add_argument("--gen-length", type=int, default=128, help="canvas length (default 128)")
-
-
-def _cost(arguments: argparse.Namespace) -> int:
-    from dlm_decode.cost import PUBLISHED, forward_flops
-
-    if arguments.text < 1 or arguments.gen_length < 1:
-        raise InvalidInputError("--text and --gen-length must be at least 1.")
-    short = arguments.text + arguments.gen_length
-    print(f"{'model and input':<40} {'visual':>6} {'share':>6} {'FULL TFLOPs':>12} {'rho':>6}")
-    for name, (geometry, num_visual) in PUBLISHED.items():
-        total = short + num_visual
-        full, text = (forward_flops(geometry, length, length) for length in (total, short))
-        share = num_visual / total
-        print(f"{name:<40} {num_visual:>6} {share:>6.1%} {full / 1e12:>12.2f} {text / full:>6.1%}")
-    return 0
+    add_arguments(_command(commands, "cost", text, run))
 
 
 def _add_train(commands: Any, is_training: bool) -> None:

@@ -9,15 +9,30 @@ from dlm_decode.errors import InvalidInputError
 from dlm_decode.registry import Registry
 from dlm_decode.vision.base import Stage
 
-__all__ = ["Stage", "get", "make", "make_all", "names", "register_stage"]
+__all__ = [
+    "Stage",
+    "aliases",
+    "get",
+    "make",
+    "make_all",
+    "names",
+    "register_alias",
+    "register_stage",
+]
 
 _registry: Registry[Stage] = Registry("vision stage", "dlm_decode.vision", "dlm_decode.stages")
 register_stage = _registry.register
+register_alias = _registry.register_alias
 
 
 def names() -> list[str]:
     """Names of all vision stages, built in, registered and installed."""
     return _registry.names()
+
+
+def aliases() -> dict[str, str]:
+    """Named settings of stages, with the spec that each stands for."""
+    return _registry.aliases()
 
 
 def get(name: str) -> type[Stage]:
