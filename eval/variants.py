@@ -111,9 +111,13 @@ class Variant:
                 f"only, got {self.name!r}."
             )
         sampler, stages, pairs = _split(self.name)
-        knobs = [] if made.budget is None else ["budget=none"]
-        knobs += ["access=random", f"full_share={full_share:.4f}"]
-        methods = [sampler + ("," if ":" in sampler else ":") + ",".join(knobs), *stages]
+        own = {"access": "random", "full_share": f"{full_share:.4f}"}
+        if made.budget is not None:
+            own["budget"] = "none"
+        name, _, written = sampler.partition(":")
+        kept = [knob for knob in written.split(",") if knob.partition("=")[0].strip() not in own]
+        knobs = [*filter(None, kept), *(f"{key}={value}" for key, value in own.items())]
+        methods = [f"{name}:{','.join(knobs)}", *stages]
         given = {**pairs, "seed": str(seed)}
         tail = ",".join(f"{key}={value.replace(',', ';')}" for key, value in given.items())
         return Variant.parse(f"{'+'.join(methods)}@{tail}")
