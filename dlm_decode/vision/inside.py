@@ -50,6 +50,10 @@ class RowLayout:
         """The layout of the positions `index`, in that order."""
         return RowLayout(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
+    def to(self, device: torch.device) -> RowLayout:
+        """The same on another device."""
+        return RowLayout(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
     def with_text(self, count: int) -> RowLayout:
         """The layout with `count` text positions behind it (a diffusion model's canvas)."""
         return RowLayout(

@@ -14,7 +14,7 @@ from torch import Tensor
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.vision.inside import InsideStage, LayerView, Reduction, RowLayout
 
-__all__ = ["Attended", "Decisions", "Rows", "StageStack"]
+__all__ = ["Attended", "Decisions", "Rows", "StageStack", "pinned"]
 
 Decisions = MutableMapping[tuple[int, int], Reduction | None]
 """What was decided for one row, by layer and place of the stage."""
@@ -55,19 +55,14 @@ class Rows:
         The last position of each row counts as text, because its state speaks for the next token.
         """
         num_rows, length = hidden.shape[:2]
-        pinned = []
-        for layout in layouts:
-            is_visual, image_ids = layout.is_visual.clone(), layout.image_ids.clone()
-            parts = layout.parts.clone()
-            is_visual[-1:], image_ids[-1:], parts[-1:] = False, -1, -1
-            pinned.append(replace(layout, is_visual=is_visual, image_ids=image_ids, parts=parts))
+        layouts = [pinned(layout, 1) for layout in layouts]
         return cls(
             hidden=hidden,
             position_ids=position_ids,
             columns=torch.arange(length, device=hidden.device).expand(num_rows, -1),
             padding=tuple(padding),
-            layouts=tuple(pinned),
-            is_masked=tuple(torch.zeros_like(layout.is_visual) for layout in pinned)
+            layouts=tuple(layouts),
+            is_masked=tuple(torch.zeros_like(layout.is_visual) for layout in layouts)
             if is_masked is None
             else tuple(is_masked),
         )
@@ -76,6 +71,22 @@ class Rows:
     def lengths(self) -> tuple[int, ...]:
         """Real positions of each row."""
         return tuple(self.hidden.shape[1] - padding for padding in self.padding)
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """`(B, S)` bool, `True` at real positions; `None` without padding."""
+        if not any(self.padding):
+            return None
+        places = torch.arange(self.hidden.shape[1], device=self.hidden.device)
+        return places >= torch.tensor(self.padding, device=places.device)[:, None]
+
+
+def pinned(layout: RowLayout, count: int) -> RowLayout:
+    """The layout with its last `count` positions as text, so that no stage takes them away."""
+    is_visual, image_ids = layout.is_visual.clone(), layout.image_ids.clone()
+    parts, start = layout.parts.clone(), len(layout.is_visual) - count
+    is_visual[start:], image_ids[start:], parts[start:] = False, -1, -1
+    return replace(layout, is_visual=is_visual, image_ids=image_ids, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -144,15 +155,16 @@ class StageStack:
             decisions: of each row; stages that decide once write to it, and read what they find.
         """
         views, columns, counts, is_changed = [], [], [], False
+        device = rows.hidden.device  # a model may lie on several
         for row, (padding, layout) in enumerate(zip(rows.padding, rows.layouts, strict=True)):
-            own = rows.columns[row, padding:]
+            own = rows.columns[row, padding:].to(device)
             view = LayerView(
                 layer=layer,
                 num_layers=self.num_layers,
                 hidden=rows.hidden[row, padding:],
-                layout=layout,
-                position_ids=rows.position_ids[..., row, padding:],
-                is_masked=rows.is_masked[row],
+                layout=layout.to(device),
+                position_ids=rows.position_ids[..., row, padding:].to(device),
+                is_masked=rows.is_masked[row].to(device),
                 is_causal=attended.is_causal,
                 queries=None if attended.queries is None else attended.queries[row, :, padding:],
                 keys=None if attended.keys is None else attended.keys[row, :, padding:],
