@@ -70,12 +70,20 @@ class SceneSample:
 def score(sample: SceneSample, text: str) -> bool:
     """Whether `text` answers the question.
 
-    A choice needs the letter, existence yes or no, any other kind every word.
+    A choice needs the letter, existence yes or no, a list every object once in any order, any
+    other kind every word.
     """
     given, wanted = _words(text), _words(sample.answer)
     if sample.kind in ("choice", "exists"):
         return given[:1] == wanted[:1]
+    if sample.kind == "list":
+        return _items(text) == _items(sample.answer)
     return given == wanted
+
+
+def _items(text: str) -> list[list[str]]:
+    """The words of each part between commas, in a fixed order."""
+    return sorted(_words(part) for part in text.split(","))
 
 
 def _words(text: str) -> list[str]:
@@ -98,9 +106,27 @@ def _describe(scene: Scene, rng: random.Random) -> tuple[str, str]:
             "what do you see ?",
         )
     )
-    return question, " , ".join(
-        f"{_name(item, size=True)} {item.place}" for item in scene.objects
-    ) + " ."
+    return question, _listed(scene.objects)
+
+
+def _list(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    """As a description, in an order that nobody can foresee: what comes next depends on the rest.
+
+    The first look gives the words of every position by themselves, and most pairs of them do not
+    belong together; only looks that come after some were committed can tell.
+    """
+    question = rng.choice(
+        (
+            "which objects are in the picture ?",
+            "which objects do you see ?",
+            "which objects can you see in the picture ?",
+        )
+    )
+    return question, _listed(rng.sample(scene.objects, len(scene.objects)))
+
+
+def _listed(items: Sequence[SceneObject]) -> str:
+    return " , ".join(f"{_name(item, size=True)} {item.place}" for item in items) + " ."
 
 
 def _unique(scene: Scene, key: Callable[[SceneObject], str]) -> list[SceneObject]:
@@ -280,6 +306,7 @@ KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {
     "count": _count,
     "exists": _exists,
     "choice": _choice,
+    "list": _list,
 }
 """Kinds of questions about scenes.
 
