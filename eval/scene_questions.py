@@ -21,6 +21,7 @@ from dlm_decode.eval.scenes import (
 )
 
 __all__ = [
+    "EXTRA_KINDS",
     "KINDS",
     "SceneSample",
     "ask",
@@ -45,7 +46,7 @@ class SceneSample:
     Attributes:
         question: as a user would type it, in lower case.
         answer: the expected response.
-        kind: key of `KINDS`.
+        kind: key of `KINDS` or `EXTRA_KINDS`, or `"photo"`.
         form: the kind whose phrasing the question has; differs from `kind` for `"photo"` only.
         scene: the picture.
     """
@@ -306,12 +307,14 @@ KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {
     "count": _count,
     "exists": _exists,
     "choice": _choice,
-    "list": _list,
 }
 """Kinds of questions about scenes.
 
 A picture that is no scene is asked any of them, as kind `"photo"`.
 """
+
+EXTRA_KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {"list": _list}
+"""Kinds that are asked only where they are named: the others' accuracy does not contain them."""
 
 
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
@@ -319,7 +322,7 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
 
     Args:
         scene: the picture.
-        kind: key of `KINDS`, or `"photo"` for a picture that is no scene.
+        kind: key of `KINDS` or `EXTRA_KINDS`, or `"photo"` for a picture that is no scene.
         rng: draws the phrasing and the subject.
     """
     if kind == "photo":
@@ -327,7 +330,7 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
         form = rng.choice(list(KINDS))
         asked = KINDS[form](other, rng)
         return None if asked is None else SceneSample(asked[0], REFUSAL, kind, form, scene)
-    made = KINDS[kind](scene, rng)
+    made = (KINDS | EXTRA_KINDS)[kind](scene, rng)
     return None if made is None else SceneSample(*made, kind, kind, scene)
 
 
@@ -338,12 +341,20 @@ def practice_choice(scene: Scene, rng: random.Random) -> SceneSample:
     return SceneSample(question, answer, "choice", "choice", scene)
 
 
-def scene_samples(seed: int, split: Split) -> list[SceneSample]:
-    """One question of every kind that the scene allows, the same ones each time."""
+def scene_samples(seed: int, split: Split, extra: Sequence[str] = ()) -> list[SceneSample]:
+    """One question of every kind that the scene allows, the same ones each time.
+
+    Args:
+        seed: of the scene.
+        split: of the scene.
+        extra: keys of `EXTRA_KINDS` to ask as well; they change no other question.
+    """
     scene = generate_scene(seed, split)
     rng = random.Random(f"questions/{split}/{seed}")
-    kinds = ["photo"] if scene.is_photo else list(KINDS)
-    return [sample for kind in kinds if (sample := ask(scene, kind, rng)) is not None]
+    asked = [ask(scene, kind, rng) for kind in (["photo"] if scene.is_photo else KINDS)]
+    for kind in extra if not scene.is_photo else ():
+        asked.append(ask(scene, kind, random.Random(f"questions/{kind}/{split}/{seed}")))
+    return [sample for sample in asked if sample is not None]
 
 
 def first_samples(
@@ -356,12 +367,13 @@ def first_samples(
 
     Args:
         count: how many.
-        kinds: only these; every kind by default.
+        kinds: only these; every key of `KINDS` (and `"photo"`) by default.
         split: of the scenes.
     """
+    extra = [kind for kind in kinds or () if kind in EXTRA_KINDS]
     seed = 0 if split == "heldout" else _FIRST_CALIBRATION_SEED
     while count > 0:
-        for sample in scene_samples(seed, split):
+        for sample in scene_samples(seed, split, extra):
             if (kinds is None or sample.kind in kinds) and count > 0:
                 count -= 1
                 yield sample

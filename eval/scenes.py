@@ -34,9 +34,7 @@ __all__ = [
     "generate_scene",
 ]
 
-DATA_VERSION = "scenes-2"
-"""Changes with any change of a picture or a question."""
-_PICTURES = "scenes-1"  # seed of the drawing; the pictures are those of the first version
+DATA_VERSION = "scenes-1"
 IMAGE_SIZE = 96
 CELL_SIZE = 32
 SHAPES = ("circle", "square", "triangle", "star", "cross")
@@ -145,7 +143,7 @@ def generate_scene(
         is_dense: something in every cell, mostly digits; no questions are asked about these, the
             tower learns from them.
     """
-    rng = random.Random(f"{_PICTURES}/{split}/{seed}{'/dense' if is_dense else ''}")
+    rng = random.Random(f"{DATA_VERSION}/{split}/{seed}{'/dense' if is_dense else ''}")
     if rng.random() < photo_share:
         return Scene(split, seed, (), True, (), _texture(rng))
     while True:
