@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
+from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval.scenes import (
     CELL_NAMES,
     COLOURS,
@@ -25,6 +26,7 @@ __all__ = [
     "KINDS",
     "SceneSample",
     "ask",
+    "check_kinds",
     "first_samples",
     "heldout_samples",
     "practice_choice",
@@ -317,6 +319,26 @@ EXTRA_KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]]
 """Kinds that are asked only where they are named: the others' accuracy does not contain them."""
 
 
+def check_kinds(kinds: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The kinds that are named, each once and in a fixed order; `None` for no choice.
+
+    Raises:
+        UnknownNameError: neither a key of `KINDS` or `EXTRA_KINDS` nor `"photo"`.
+        InvalidInputError: none is named.
+    """
+    if kinds is None:
+        return None
+    known = (*KINDS, "photo", *EXTRA_KINDS)
+    for kind in kinds:
+        if kind not in known:
+            raise UnknownNameError("kind of question", str(kind), known)
+    if not kinds:
+        raise InvalidInputError(
+            f"kinds is empty; name at least one of {', '.join(known)}, or leave it out."
+        )
+    return tuple(kind for kind in known if kind in kinds)
+
+
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
     """A question of one kind, or `None` where the scene allows none.
 
@@ -369,7 +391,12 @@ def first_samples(
         count: how many.
         kinds: only these; every key of `KINDS` (and `"photo"`) by default.
         split: of the scenes.
+
+    Raises:
+        UnknownNameError: a kind that does not exist.
+        InvalidInputError: no kind at all.
     """
+    check_kinds(kinds)
     extra = [kind for kind in kinds or () if kind in EXTRA_KINDS]
     seed = 0 if split == "heldout" else _FIRST_CALIBRATION_SEED
     while count > 0:
