@@ -115,7 +115,7 @@ def test_kinds_are_checked_before_the_model_is_loaded(tmp_path, capsys, command)
     assert main([*command.split(), *where, "--kind", "lists"]) == 2
     assert "Did you mean 'list'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main([*command.split()[:2], "--help"])
+        main([*command.split(" --")[0].split(), "--help"])
     shown = capsys.readouterr().out
     for kind in (*KINDS, *EXTRA_KINDS, "photo"):
         assert kind in shown
