@@ -373,6 +373,7 @@ def test_trajectory_file_round_trip(vlm, tmp_path):
             {"prompt": "a", "gen_length": 5, "steps": 4, "block_length": 2, "preset": "official"},
             "preset 'official'",
         ),
+        ({"prompt": "a", "steps": 10**9}, "steps must be at most 1000000, got 1000000000"),
         ({"prompt": "a", "gen_length": 1000}, "the model reads at most 400"),
         ({"prompt": "a", "temperature": -0.5}, "temperature must be"),
         ({"prompt": "a", "temperature": 1e-40, "top_p": 0.9}, "temperature must be 0"),
