@@ -413,6 +413,7 @@ def _add_evaluate(commands: Any) -> None:
         tasks, "scenes", "Generated pictures with known answers, held out.", _evaluate
     )
     scenes.set_defaults(load_task=_scenes)
+    _add_kinds(scenes)
     ego = _command(
         tasks, "egoschema", "EgoSchema: 500 questions, five options, accuracy.", _evaluate
     )
@@ -516,9 +517,21 @@ def _apply_preset(arguments: argparse.Namespace) -> None:
 
 
 def _scenes(arguments: argparse.Namespace) -> Any:
-    from dlm_decode.eval.run_scenes import SCENES
+    from dlm_decode.eval.run_scenes import Scenes
 
-    return SCENES
+    return Scenes(kinds=arguments.kinds)
+
+
+def _add_kinds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kind",
+        action="append",
+        dest="kinds",
+        metavar="KIND",
+        help="only questions of this kind: describe, colour, where, cell, digit, count, exists, "
+        "choice, photo (a picture that is no scene), or list, which is asked only where it is "
+        "named; repeatable (default: all but list)",
+    )
 
 
 def _egoschema(arguments: argparse.Namespace) -> Any:
@@ -566,6 +579,7 @@ def _add_compare(commands: Any) -> None:
         "--limit", type=int, default=1000, help="number of questions (default 1000)"
     )
     parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
+    _add_kinds(parser)
     parser.add_argument("--output", type=Path, required=True, help="folder; a run resumes from it")
     parser.add_argument(
         "--match",
@@ -589,9 +603,15 @@ def _compare(arguments: argparse.Namespace) -> int:
     from dlm_decode.eval import tables
     from dlm_decode.eval.compare import compare
     from dlm_decode.eval.matches import describe_match, matched, matched_score, random_access
+    from dlm_decode.eval.run_scenes import Scenes
     from dlm_decode.eval.variants import Variant, check_suite, suite
     from dlm_decode.settings import resolve_settings
 
+    asked: dict[str, Any] = {
+        "limit": arguments.limit,
+        "batch": arguments.batch,
+        "task": Scenes(kinds=arguments.kinds),
+    }
     given = arguments.settings or []
     parsed = {text: Variant.parse(text) for kind, text in given if kind == "variant"}
     for kind, text in given:
@@ -610,14 +630,14 @@ def _compare(arguments: argparse.Namespace) -> int:
             raise InvalidInputError(f"--{flag} {name!r} is none of the variants.")
     if arguments.match_random is not None:
         variants[arguments.match_random].with_random_access(1.0, 0)  # refuses what is not lown
-    folder, sizes = arguments.output, {"limit": arguments.limit, "batch": arguments.batch}
-    rows = compare(vlm, list(variants.values()), folder, **sizes)
+    folder = arguments.output
+    rows = compare(vlm, list(variants.values()), folder, **asked)
     matches = []
     if arguments.match_random is not None:
         name = arguments.match_random
         drawn = random_access(rows, variants[name])
         variants.update({variant.name: variant for variant in drawn})
-        rows = compare(vlm, list(variants.values()), folder, **sizes)
+        rows = compare(vlm, list(variants.values()), folder, **asked)
         rivals = [row for row in rows if row["name"] in {variant.name for variant in drawn}]
         matches.append({"variant": name, "by": "random", "match": [r["name"] for r in rivals]})
     for by, name, find in (
@@ -658,6 +678,7 @@ def _add_tune(commands: Any) -> None:
     )
     parser.add_argument("--limit", type=int, default=200, help="number of questions (default 200)")
     parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
+    _add_kinds(parser)
     parser.add_argument(
         "--output",
         type=Path,
@@ -667,9 +688,11 @@ def _add_tune(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    from dlm_decode.eval.scene_questions import check_kinds
     from dlm_decode.eval.tables import render
     from dlm_decode.eval.tune import tune
 
+    kinds = check_kinds(arguments.kinds)
     result = tune(
         _load(arguments),
         arguments.output,
@@ -677,6 +700,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         by=arguments.by,
         limit=arguments.limit,
         batch=arguments.batch,
+        kinds=kinds,
     )
     print(render(result["rows"]))
     print(
@@ -756,6 +780,7 @@ def _add_analyse(commands: Any) -> None:
     )
     parser.add_argument("--limit", type=int, default=200, help="number of questions (default 200)")
     parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
+    _add_kinds(parser)
     _add_probe(parser, "packed")
     parser.add_argument("--plot", action="store_true", help="also the maps as PNG and SVG")
     parser.add_argument(
@@ -778,10 +803,17 @@ def _add_probe(parser: argparse.ArgumentParser, default: str | None) -> None:
 
 def _analyse(arguments: argparse.Namespace) -> int:
     from dlm_decode.eval import analyse
+    from dlm_decode.eval.run_scenes import Scenes
 
     folder: Path = arguments.output
     options = _decoding_options(arguments)
+    task = Scenes(kinds=arguments.kinds)
     if arguments.trajectory:
+        if arguments.kinds:
+            raise InvalidInputError(
+                "--kind chooses held-out questions, and --trajectory files hold their own; "
+                "use one of them."
+            )
         paths = {"trajectories": arguments.trajectory}
     else:
         vlm = _load(arguments)
@@ -794,6 +826,7 @@ def _analyse(arguments: argparse.Namespace) -> int:
                 limit=arguments.limit,
                 batch=arguments.batch,
                 positions=arguments.probe,
+                task=task,
             )
             for number, (name, run) in enumerate(runs.items())
         }

@@ -123,7 +123,13 @@ class GivenIds:
                 f"suppress_token_ids {wrong} are outside the vocabulary of {size} ids."
             )
         limit = min(size, self.num_valid_tokens or size)
-        return sorted(token for token in {*self.special_ids.suppress, *extra} if token < limit)
+        withheld = {token for token in {*self.special_ids.suppress, *extra} if token < limit}
+        if len(withheld | {self.special_ids.mask}) >= limit:
+            raise InvalidInputError(
+                f"suppress_token_ids leaves none of the model's {limit} tokens but the mask to "
+                "propose; leave at least one other id out of it."
+            )
+        return sorted(withheld)
 
 
 def start_canvas(

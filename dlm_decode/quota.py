@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.registry import Registry
+from dlm_decode.schedule import MOST_STEPS
 
 __all__ = [
     "DEFAULT_SCHEDULE",
@@ -113,7 +114,7 @@ class Dream:
             fewer steps than that, the last one commits a large rest.
 
     Raises:
-        InvalidInputError: an end outside (0, 1), or a grid below 1.
+        InvalidInputError: an end outside (0, 1), or a grid below 1 or above `MOST_STEPS`.
 
     Source: Dream 7B (arXiv 2508.15487), the published `diffusion_generate`. LaViDa's program keeps
     the grid of `steps` when a `step_ratio` shortens the loop.
@@ -126,8 +127,10 @@ class Dream:
         if not isinstance(self.eps, float) or not 0 < self.eps < 1:
             raise InvalidInputError(f"eps must be between 0 and 1, got {self.eps!r}.")
         is_whole = isinstance(self.grid, int) and not isinstance(self.grid, bool)
-        if self.grid is not None and not (is_whole and self.grid >= 1):
-            raise InvalidInputError(f"grid must be a whole number, at least 1, got {self.grid!r}.")
+        if self.grid is not None and not (is_whole and 1 <= self.grid <= MOST_STEPS):
+            raise InvalidInputError(
+                f"grid must be a whole number from 1 to {MOST_STEPS}, got {self.grid!r}."
+            )
 
     def counts(self, num_open: int, steps: int) -> tuple[int, ...]:
         """See `QuotaSchedule`; zeros may also stand in front."""

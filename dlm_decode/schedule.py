@@ -7,7 +7,10 @@ from functools import cached_property
 
 from dlm_decode.errors import InvalidInputError
 
-__all__ = ["BlockSchedule"]
+__all__ = ["MOST_STEPS", "BlockSchedule"]
+
+MOST_STEPS = 1_000_000
+"""Steps that may be asked for, and the positions of a longer canvas; a schedule lists them all."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class BlockSchedule:
         is_strict: reject what the official programs reject (any remainder).
 
     Raises:
-        InvalidInputError: a length below 1, fewer steps than blocks, or, when strict, a remainder.
+        InvalidInputError: a length below 1, fewer steps than blocks, more of them than `MOST_STEPS`
+            and the positions, or, when strict, a remainder.
     """
 
     gen_length: int
@@ -52,6 +56,11 @@ class BlockSchedule:
                 f"{given}: {self.num_blocks} blocks need at least one step each; "
                 f"use steps >= {self.num_blocks}, or "
                 f"block_length >= {-(-self.gen_length // self.steps)}."
+            )
+        if self.steps > max(MOST_STEPS, self.gen_length):
+            raise InvalidInputError(
+                f"steps must be at most {MOST_STEPS}, got {self.steps}; a step commits a position, "
+                f"so more than {self.gen_length} (gen_length) gain nothing."
             )
         if self.is_strict and (self.gen_length % self.block_length or self.steps % self.num_blocks):
             raise InvalidInputError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +16,8 @@ from dlm_decode.video import FrameSampling
 __all__ = ["DEFAULT_QUIRKS", "OFFICIAL_QUIRKS", "PRESETS", "Quirks", "Settings", "resolve_settings"]
 
 DEFAULT_GEN_LENGTH = 64
+# Logits times or over these still differ by finite numbers in float32.
+LARGEST_SCALE, LEAST_TEMPERATURE = 1e30, 1e-30
 THINK_MODES = ("none", "think", "no_think")
 
 
@@ -72,14 +73,16 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("temperature", "cfg_scale"):
             value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 <= value < math.inf
-            ):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= LARGEST_SCALE:
                 raise InvalidInputError(
-                    f"{name} must be a finite number of at least 0, got {value!r}."
+                    f"{name} must be a number from 0 to {LARGEST_SCALE:g}, got {_shown(value)}."
                 )
+        if 0 < self.temperature < LEAST_TEMPERATURE:
+            raise InvalidInputError(
+                f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}, "
+                f"got {self.temperature!r}."
+            )
         if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 0):
             raise InvalidInputError(
                 f"top_k must be a whole number of at least 0, got {self.top_k!r}."
@@ -264,6 +267,12 @@ def resolve_settings(given: Mapping[str, Any], model_defaults: Mapping[str, Any]
     if isinstance(merged.get("seed"), list):
         merged["seed"] = tuple(merged["seed"])
     return Settings(**merged)
+
+
+def _shown(value: Any) -> str:
+    """As given; Python writes out no whole number of thousands of digits."""
+    is_long = isinstance(value, int) and value.bit_length() > 256
+    return f"a number of {value.bit_length()} bits" if is_long else repr(value)
 
 
 def _is_whole(value: Any) -> bool:

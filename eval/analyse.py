@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.eval.run_scenes import SCENES, question_batches
+from dlm_decode.eval.run_scenes import SCENES, Scenes, question_batches
 from dlm_decode.eval.runner import settings_of
 from dlm_decode.record import read_records
 
@@ -357,6 +357,7 @@ def record_scenes(
     limit: int = 200,
     batch: int = 32,
     positions: str = "packed",
+    task: Scenes = SCENES,
 ) -> list[Path]:
     """Records probed trajectories of held-out questions, one file per batch.
 
@@ -367,14 +368,15 @@ def record_scenes(
         limit: number of questions.
         batch: questions per file.
         positions: rotary positions of the probed TEXT_ONLY view.
+        task: what is asked.
 
     Raises:
         InvalidInputError: a limit or batch below 1, or a folder that other settings wrote.
     """
-    parts = question_batches(limit, batch)
+    parts = question_batches(limit, batch, task)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {**settings_of(vlm, SCENES, options), "batch": batch, "positions": positions}
+    settings = {**settings_of(vlm, task, options), "batch": batch, "positions": positions}
     _claim(folder / "settings.json", settings)
     paths = []
     for number, part in enumerate(tqdm(parts)):

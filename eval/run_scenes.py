@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from dlm_decode.eval.runner import Task, batches, check_sizes, evaluate
-from dlm_decode.eval.scene_questions import SceneSample, first_samples, score
+from dlm_decode.eval.scene_questions import SceneSample, check_kinds, first_samples, score
 from dlm_decode.eval.scenes import DATA_VERSION, Split
 
 if TYPE_CHECKING:
@@ -25,19 +25,35 @@ class Scenes(Task[SceneSample]):
 
     Args:
         split: of the scenes.
+        kinds: only questions of these kinds, see `first_samples`.
+
+    Raises:
+        UnknownNameError: a kind that does not exist.
+        InvalidInputError: no kind at all.
     """
 
     split: Split = "heldout"
+    kinds: Sequence[str] | None = None
     name: ClassVar[str] = "scenes"
+
+    def __post_init__(self) -> None:
+        # The order in which kinds are named makes no other questions.
+        object.__setattr__(self, "kinds", check_kinds(self.kinds))
 
     @property
     def data(self) -> Any:
-        """Version of the generator; the ids of the questions name the split."""
-        return DATA_VERSION
+        """Version of the generator, and the kinds if some were chosen.
+
+        The ids of the questions name the split.
+        """
+        if self.kinds is None:
+            return DATA_VERSION
+        return {"version": DATA_VERSION, "kinds": list(self.kinds)}
 
     def samples(self, limit: int | None = None) -> Sequence[SceneSample]:
         """The first `limit` questions, scene after scene; 1000 by default, as there is no last."""
-        return list(first_samples(DEFAULT_LIMIT if limit is None else limit, split=self.split))
+        count = DEFAULT_LIMIT if limit is None else limit
+        return list(first_samples(count, self.kinds, split=self.split))
 
     def media(self, sample: SceneSample) -> dict[str, list[Any]]:
         """The picture."""
@@ -70,13 +86,11 @@ def evaluate_scenes(
     )
 
 
-def question_batches(
-    limit: int, batch: int, split: Split = "heldout"
-) -> list[Sequence[SceneSample]]:
-    """The first `limit` questions of a split in runs of `batch`.
+def question_batches(limit: int, batch: int, task: Scenes = SCENES) -> list[Sequence[SceneSample]]:
+    """The first `limit` questions of a task in runs of `batch`.
 
     Raises:
         InvalidInputError: a limit or batch below 1.
     """
     check_sizes(limit, batch)
-    return batches(Scenes(split).samples(limit), batch)
+    return batches(task.samples(limit), batch)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
+from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval.scenes import (
     CELL_NAMES,
     COLOURS,
@@ -21,9 +22,11 @@ from dlm_decode.eval.scenes import (
 )
 
 __all__ = [
+    "EXTRA_KINDS",
     "KINDS",
     "SceneSample",
     "ask",
+    "check_kinds",
     "first_samples",
     "heldout_samples",
     "practice_choice",
@@ -45,7 +48,7 @@ class SceneSample:
     Attributes:
         question: as a user would type it, in lower case.
         answer: the expected response.
-        kind: key of `KINDS`.
+        kind: key of `KINDS` or `EXTRA_KINDS`, or `"photo"`.
         form: the kind whose phrasing the question has; differs from `kind` for `"photo"` only.
         scene: the picture.
     """
@@ -70,12 +73,20 @@ class SceneSample:
 def score(sample: SceneSample, text: str) -> bool:
     """Whether `text` answers the question.
 
-    A choice needs the letter, existence yes or no, any other kind every word.
+    A choice needs the letter, existence yes or no, a list every object once in any order, any
+    other kind every word.
     """
     given, wanted = _words(text), _words(sample.answer)
     if sample.kind in ("choice", "exists"):
         return given[:1] == wanted[:1]
+    if sample.kind == "list":
+        return _items(text) == _items(sample.answer)
     return given == wanted
+
+
+def _items(text: str) -> list[list[str]]:
+    """The words of each part between commas, in a fixed order."""
+    return sorted(_words(part) for part in text.split(","))
 
 
 def _words(text: str) -> list[str]:
@@ -98,9 +109,27 @@ def _describe(scene: Scene, rng: random.Random) -> tuple[str, str]:
             "what do you see ?",
         )
     )
-    return question, " , ".join(
-        f"{_name(item, size=True)} {item.place}" for item in scene.objects
-    ) + " ."
+    return question, _listed(scene.objects)
+
+
+def _list(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    """As a description, in an order that nobody can foresee: what comes next depends on the rest.
+
+    The first look gives the words of every position by themselves, and most pairs of them do not
+    belong together; only looks that come after some were committed can tell.
+    """
+    question = rng.choice(
+        (
+            "which objects are in the picture ?",
+            "which objects do you see ?",
+            "which objects can you see in the picture ?",
+        )
+    )
+    return question, _listed(rng.sample(scene.objects, len(scene.objects)))
+
+
+def _listed(items: Sequence[SceneObject]) -> str:
+    return " , ".join(f"{_name(item, size=True)} {item.place}" for item in items) + " ."
 
 
 def _unique(scene: Scene, key: Callable[[SceneObject], str]) -> list[SceneObject]:
@@ -286,13 +315,36 @@ KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {
 A picture that is no scene is asked any of them, as kind `"photo"`.
 """
 
+EXTRA_KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {"list": _list}
+"""Kinds that are asked only where they are named: the others' accuracy does not contain them."""
+
+
+def check_kinds(kinds: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The kinds that are named, each once and in a fixed order; `None` for no choice.
+
+    Raises:
+        UnknownNameError: neither a key of `KINDS` or `EXTRA_KINDS` nor `"photo"`.
+        InvalidInputError: none is named.
+    """
+    if kinds is None:
+        return None
+    known = (*KINDS, "photo", *EXTRA_KINDS)
+    for kind in kinds:
+        if kind not in known:
+            raise UnknownNameError("kind of question", str(kind), known)
+    if not kinds:
+        raise InvalidInputError(
+            f"kinds is empty; name at least one of {', '.join(known)}, or leave it out."
+        )
+    return tuple(kind for kind in known if kind in kinds)
+
 
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
     """A question of one kind, or `None` where the scene allows none.
 
     Args:
         scene: the picture.
-        kind: key of `KINDS`, or `"photo"` for a picture that is no scene.
+        kind: key of `KINDS` or `EXTRA_KINDS`, or `"photo"` for a picture that is no scene.
         rng: draws the phrasing and the subject.
     """
     if kind == "photo":
@@ -300,7 +352,7 @@ def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
         form = rng.choice(list(KINDS))
         asked = KINDS[form](other, rng)
         return None if asked is None else SceneSample(asked[0], REFUSAL, kind, form, scene)
-    made = KINDS[kind](scene, rng)
+    made = (KINDS | EXTRA_KINDS)[kind](scene, rng)
     return None if made is None else SceneSample(*made, kind, kind, scene)
 
 
@@ -311,12 +363,20 @@ def practice_choice(scene: Scene, rng: random.Random) -> SceneSample:
     return SceneSample(question, answer, "choice", "choice", scene)
 
 
-def scene_samples(seed: int, split: Split) -> list[SceneSample]:
-    """One question of every kind that the scene allows, the same ones each time."""
+def scene_samples(seed: int, split: Split, extra: Sequence[str] = ()) -> list[SceneSample]:
+    """One question of every kind that the scene allows, the same ones each time.
+
+    Args:
+        seed: of the scene.
+        split: of the scene.
+        extra: keys of `EXTRA_KINDS` to ask as well; they change no other question.
+    """
     scene = generate_scene(seed, split)
     rng = random.Random(f"questions/{split}/{seed}")
-    kinds = ["photo"] if scene.is_photo else list(KINDS)
-    return [sample for kind in kinds if (sample := ask(scene, kind, rng)) is not None]
+    asked = [ask(scene, kind, rng) for kind in (["photo"] if scene.is_photo else KINDS)]
+    for kind in extra if not scene.is_photo else ():
+        asked.append(ask(scene, kind, random.Random(f"questions/{kind}/{split}/{seed}")))
+    return [sample for sample in asked if sample is not None]
 
 
 def first_samples(
@@ -329,12 +389,18 @@ def first_samples(
 
     Args:
         count: how many.
-        kinds: only these; every kind by default.
+        kinds: only these; every key of `KINDS` (and `"photo"`) by default.
         split: of the scenes.
+
+    Raises:
+        UnknownNameError: a kind that does not exist.
+        InvalidInputError: no kind at all.
     """
+    check_kinds(kinds)
+    extra = [kind for kind in kinds or () if kind in EXTRA_KINDS]
     seed = 0 if split == "heldout" else _FIRST_CALIBRATION_SEED
     while count > 0:
-        for sample in scene_samples(seed, split):
+        for sample in scene_samples(seed, split, extra):
             if (kinds is None or sample.kind in kinds) and count > 0:
                 count -= 1
                 yield sample

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval.compare import compare
+from dlm_decode.eval.run_scenes import Scenes
 from dlm_decode.eval.tables import save
 from dlm_decode.eval.variants import Variant, fewer_steps, payable_budgets, suite
 from dlm_decode.settings import Settings, resolve_settings
@@ -96,6 +97,7 @@ def tune(
     by: By = "flops",
     limit: int = 200,
     batch: int = 32,
+    kinds: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Tries `candidates` on a calibration set and writes `tuned.json` and the tables of `save`.
 
@@ -107,13 +109,15 @@ def tune(
         limit: number of questions. One question in 200 is half a point of the score: the fewer
             there are, the more of what is kept is luck.
         batch: questions per call.
+        kinds: only questions of these kinds, see `first_samples`.
 
     Returns:
-        What `tuned.json` holds: `keep`, `by`, `questions`, `split`; `chosen` and `reference`, rows
-        of `compare`; and `command`. Under `rows`, which only the return value has, all rows.
+        What `tuned.json` holds: `keep`, `by`, `questions`, `split`, `kinds`; `chosen` and
+        `reference`, rows of `compare`; and `command`. Under `rows`, which only the return value
+        has, all rows.
 
     Raises:
-        UnknownNameError: another value of `by`.
+        UnknownNameError: another value of `by`, or a kind that does not exist.
         InvalidInputError: a share outside (0, 1], a limit or batch below 1, files that other
             settings wrote, or a baseline that answers nothing right.
     """
@@ -121,9 +125,10 @@ def tune(
         raise InvalidInputError(f"keep must be above 0 and at most 1, got {keep}.")
     if by not in get_args(By):
         raise UnknownNameError("by", by, get_args(By))
+    task = Scenes("train", kinds)
     names = candidates(resolve_settings({}, vlm.generation_defaults))
     variants = {name: Variant.parse(name) for name in names}
-    rows = compare(vlm, list(variants.values()), folder, limit=limit, batch=batch, split="train")
+    rows = compare(vlm, list(variants.values()), folder, limit=limit, batch=batch, task=task)
     save(folder, rows)
     if rows[0]["score"] == 0:
         raise InvalidInputError(
@@ -135,7 +140,8 @@ def tune(
         "keep": keep,
         "by": by,
         "questions": chosen["questions"],
-        "split": "train",
+        "split": task.split,
+        "kinds": task.kinds,
         "chosen": chosen,
         "reference": rows[0],
         "command": command(variants[chosen["name"]], vlm.name),

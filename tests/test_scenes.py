@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dlm_decode.eval.scene_questions import (
+    EXTRA_KINDS,
     KINDS,
     SceneSample,
     ask,
@@ -32,7 +33,10 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def samples():
     return [
-        sample for split in SPLITS for seed in range(60) for sample in scene_samples(seed, split)
+        sample
+        for split in SPLITS
+        for seed in range(60)
+        for sample in scene_samples(seed, split, list(EXTRA_KINDS))
     ]
 
 
@@ -89,10 +93,26 @@ def test_natural_spelling_gives_the_same_ids(tokenizer):
 
 
 def test_every_kind_is_asked(samples):
-    assert {sample.kind for sample in samples} == {*KINDS, "photo"}
+    assert {sample.kind for sample in samples} == {*KINDS, *EXTRA_KINDS, "photo"}
     listed = list(heldout_samples(40))
     assert len({sample.id for sample in listed}) == 40
     assert {sample.kind for sample in heldout_samples(9, kinds=["count"])} == {"count"}
+
+
+def test_extra_kinds_are_asked_where_named_and_change_nothing_else():
+    plain = list(heldout_samples(200))
+    assert not {sample.kind for sample in plain} & EXTRA_KINDS.keys()
+    asked = list(heldout_samples(200, [*KINDS, "photo", *EXTRA_KINDS]))
+    others = [sample for sample in asked if sample.kind not in EXTRA_KINDS]
+    assert len(others) < 200 and others == plain[: len(others)]
+
+
+def test_a_list_counts_in_any_order_and_only_if_complete(samples):
+    for sample in (sample for sample in samples if sample.kind == "list"):
+        parts = sample.answer.removesuffix(" .").split(" , ")
+        assert score(sample, ", ".join(reversed(parts)) + ".")
+        assert not score(sample, ", ".join([*parts, parts[0]]))
+        assert not score(sample, ", ".join(parts[1:]))
 
 
 def test_right_answers_score_and_wrong_ones_do_not(samples):

@@ -1,7 +1,8 @@
 import pytest
 
+from dlm_decode import quota
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.schedule import BlockSchedule
+from dlm_decode.schedule import MOST_STEPS, BlockSchedule
 from dlm_decode.settings import Settings, resolve_settings
 
 
@@ -106,3 +107,14 @@ def test_three_ways_to_give_steps():
 def test_steps_that_cannot_work(given, message):
     with pytest.raises(InvalidInputError, match=message):
         resolve_settings({"gen_length": 32, **given}, {})
+
+
+def test_more_steps_than_a_list_can_hold_are_refused():
+    for steps in (MOST_STEPS + 1, 10**9, 10**30):
+        with pytest.raises(InvalidInputError, match=f"steps must be at most {MOST_STEPS}"):
+            resolve_settings({"steps": steps}, {})
+        assert resolve_settings({"gen_length": 8, "steps_per_block": steps}, {}).steps == 8
+    assert BlockSchedule(8, MOST_STEPS, 4).num_steps() == 8
+    assert BlockSchedule(2 * MOST_STEPS, 2 * MOST_STEPS, 2 * MOST_STEPS).num_blocks == 1
+    with pytest.raises(InvalidInputError, match="grid must be a whole number from 1"):
+        quota.make(f"dream:grid={10**9}")

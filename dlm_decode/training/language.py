@@ -24,7 +24,14 @@ from torch.nn import functional
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
-from dlm_decode.eval.scene_questions import KINDS, SceneSample, ask, practice_choice, score
+from dlm_decode.eval.scene_questions import (
+    EXTRA_KINDS,
+    KINDS,
+    SceneSample,
+    ask,
+    practice_choice,
+    score,
+)
 from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.llada import LLaDAModelLM
@@ -204,7 +211,7 @@ class Drawer:
         self.pool, self.features, self.encoder = pool, features, encoder
         self.practises = practises
         weights = kind_weights or {}
-        self.kinds = list(KINDS)
+        self.kinds = [*KINDS, *EXTRA_KINDS]
         self.kind_weights = [weights.get(kind, 1.0) for kind in self.kinds]
 
     def samples(self, rng: random.Random, count: int) -> tuple[list[SceneSample], np.ndarray]:

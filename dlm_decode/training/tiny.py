@@ -43,6 +43,7 @@ KIND_WEIGHTS = {
     "count": 1.5,
     "exists": 1.5,
     "choice": 4.0,
+    "list": 3.0,
 }
 
 
