@@ -151,8 +151,15 @@ def build_model(architecture: str) -> Any:
 
 def build_folder(architecture: str, folder: Path) -> Path:
     """A checkpoint folder: weights, tokenizer, chat template, preprocessor."""
-    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-    from tokenizers import processors
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))

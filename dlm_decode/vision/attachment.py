@@ -33,9 +33,7 @@ _attached: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
-def attach(
-    model: nn.Module, stages: Stage | str | Sequence[Stage | str]
-) -> Iterator[Attachment]:
+def attach(model: nn.Module, stages: Stage | str | Sequence[Stage | str]) -> Iterator[Attachment]:
     """Lets vision stages act on a stock model.
 
     Works with batches, padding on the left, beams, and caches that grow (`DynamicCache`). Generated
@@ -187,9 +185,7 @@ class Attachment:
         def look(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
             arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
             with torch.no_grad():
-                seen.append(
-                    self.architecture.probe(module, {**arguments, **kwargs}, self._needs)
-                )
+                seen.append(self.architecture.probe(module, {**arguments, **kwargs}, self._needs))
 
         handle = attention.register_forward_hook(look, with_kwargs=True)
         try:

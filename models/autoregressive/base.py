@@ -75,8 +75,8 @@ class Architecture(ABC):
     joins_tiles: ClassVar[bool] = False
     """Whether neighbours among what the encoder returns are tiles of one image."""
 
-    turn: ClassVar[str] = "{role}: {content} "
-    """One message where no chat template is found; `{role}` is in capitals."""
+    turn: ClassVar[str] = "USER: {content} "
+    """The question where no chat template is found."""
 
     answer: ClassVar[str] = "ASSISTANT:"
     """What the response follows on, likewise."""

@@ -85,8 +85,8 @@ class Llava(Architecture):
         kind = self.config.vision_config.model_type
         if kind not in _TOWERS:
             raise InvalidInputError(
-                f"the stage reads attention of the vision tower, and one of type {kind!r} cannot be "
-                f"asked for it, only {' and '.join(_TOWERS)}; use another stage."
+                f"the stage reads attention of the vision tower, and one of type {kind!r} cannot "
+                f"be asked for it, only {' and '.join(_TOWERS)}; use another stage."
             )
         return self.tower(model, modality).encoder.layers[-2].self_attn
 
