@@ -45,6 +45,7 @@ class VisionGeometry:
         tokens_per_tile: patches per image tile.
         patch_dim: numbers per patch (channels x height x width).
         projector_dims: widths along the projector, for example `(1152, 4096, 4096)`.
+        patches_per_token: patches that the projector joins into one visual token.
     """
 
     num_layers: int
@@ -54,6 +55,7 @@ class VisionGeometry:
     tokens_per_tile: int
     patch_dim: int
     projector_dims: tuple[int, ...] = ()
+    patches_per_token: int = 1
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ def vision_flops(vision: VisionGeometry, tiles: int) -> int:
     layer = 2 * tokens * 4 * width * width + 2 * 2 * tokens * tokens * width
     layer += 2 * 2 * tokens * width * vision.intermediate_size
     widths = vision.projector_dims
-    projector = sum(2 * tokens * a * b for a, b in pairwise(widths))
+    joined = tokens // vision.patches_per_token
+    projector = sum(2 * joined * a * b for a, b in pairwise(widths))
     return tiles * (embed + vision.num_layers * layer + projector)
 
 

@@ -33,7 +33,7 @@ def register_stage(name: str) -> Callable[[C], C]:
 
 
 def attach(model: Any, stages: Any) -> AbstractContextManager[Attachment]:
-    """Lets stages act on a stock model of transformers; see `dlm_decode.vision.attachment.attach`."""
+    """Lets stages act on a stock model of transformers; see `dlm_decode.vision.attachment`."""
     from dlm_decode.vision.attachment import attach as attach_stages
 
     return attach_stages(model, stages)

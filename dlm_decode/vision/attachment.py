@@ -83,8 +83,8 @@ def stages_for(stages: Stage | str | Sequence[Stage | str]) -> tuple[Stage, ...]
     for stage in chosen:
         if isinstance(stage, AttentionStage):
             raise InvalidInputError(
-                f"stage {describe(stage)['name']!r} prunes by what masked response positions attend "
-                "to, and an autoregressive model has none; use another stage."
+                f"stage {describe(stage)['name']!r} prunes by what masked response positions "
+                "attend to, and an autoregressive model has none; use another stage."
             )
     return chosen
 
@@ -306,8 +306,8 @@ class Attachment:
         num_done = num_cached - prefill.mask.shape[1]
         if num_rows != len(prefill.mask) or num_done < 0:
             raise InvalidInputError(
-                "the cache is not that of the last prefill with these stages; decode each prompt to "
-                "its end before the next, without assisted decoding."
+                "the cache is not that of the last prefill with these stages; decode each prompt "
+                "to its end before the next, without assisted decoding."
             )
         given = kwargs.get("attention_mask")
         tail = (
@@ -330,6 +330,6 @@ class Attachment:
         for modality, token in self.architecture.placeholder_ids.items():
             if bool((self._ids == token).any()):
                 raise InvalidInputError(
-                    f"a new {modality} follows on a cache; stages need whole prompts. Start without "
-                    "a cache."
+                    f"a new {modality} follows on a cache; stages need whole prompts. Start "
+                    "without a cache."
                 )

@@ -104,7 +104,7 @@ class Llava(Architecture):
     ) -> list[Media]:
         """One entry per image; see `Architecture`."""
         return [
-            self.squares([length], None if tower is None else _picked(tower, slice(at, at + 1)))
+            self.squares([length], None if tower is None else tower.picked(slice(at, at + 1)))
             for at, length in enumerate(lengths)
         ]
 
@@ -144,11 +144,9 @@ class Llava(Architecture):
 
 def pixels_of(image_processor: Any, images: Sequence[Any]) -> Tensor:
     """`(R, 3, h, w)` float32 pixels of pictures that are one tile each."""
-    return image_processor(images=list(images), return_tensors="pt")["pixel_values"]
-
-
-def _picked(tower: TowerAttention, rows: slice) -> TowerAttention:
-    return TowerAttention(tower.salience[rows], None if tower.keys is None else tower.keys[rows])
+    made = image_processor(images=list(images), return_tensors="pt")
+    # Video-LLaVA's gives them this name.
+    return made["pixel_values_images"] if "pixel_values_images" in made else made["pixel_values"]
 
 
 def _in_order(values: Tensor, skipped: Sequence[int]) -> Tensor:

@@ -99,8 +99,12 @@ class AutoregressiveProcessor(TextCodec):
         prepared = Prepared([])
         if kinds:
             prepared = self.architecture.prepare(self.image_processor, token_of, images, clips)
-        text = self._render(messages[0]["content"], kinds, token_of)
-        text = self._fill(text, kinds, token_of, prepared.texts)
+        markers = {
+            name: self.architecture.marker(name, token_of.get(name, ""))
+            for name in self.architecture.modalities
+        }
+        text = self._render(messages[0]["content"], kinds, markers)
+        text = self._fill(text, kinds, markers, prepared.texts)
         return RowTensors(torch.tensor(self._prompt_ids(text)), prepared.tensors)
 
     def _check_media(self, images: Sequence[Any], clips: Sequence[Any]) -> None:
@@ -127,13 +131,13 @@ class AutoregressiveProcessor(TextCodec):
             if text:
                 yield {"type": "text", "text": text}
 
-    def _render(self, content: str, kinds: Sequence[str], token_of: dict[str, str]) -> str:
+    def _render(self, content: str, kinds: Sequence[str], markers: dict[str, str]) -> str:
         """The prompt as text, with a marker per image and video."""
         parts = list(self._parts(content, kinds))
         if self.chat_template is not None and "type" in self.chat_template:
             return self._apply([{"role": "user", "content": parts}])
         flat = "".join(
-            part.get("text") or self.architecture.bare_marker(part["type"], token_of[part["type"]])
+            part.get("text") or self.architecture.bare_marker(part["type"], markers[part["type"]])
             for part in parts
         )
         if self.chat_template is not None:
@@ -149,18 +153,15 @@ class AutoregressiveProcessor(TextCodec):
         )
 
     def _fill(
-        self, text: str, kinds: Sequence[str], token_of: dict[str, str], texts: Sequence[str]
+        self, text: str, kinds: Sequence[str], markers: dict[str, str], texts: Sequence[str]
     ) -> str:
         """Puts what stands for each picture where its marker is."""
-        markers = {name: self.architecture.marker(name, token) for name, token in token_of.items()}
-        if not markers:
-            return text
-        pieces = re.split("|".join(map(re.escape, markers.values())), text)
-        found = re.findall("|".join(map(re.escape, markers.values())), text)
+        any_marker = "|".join(map(re.escape, markers.values()))
+        pieces, found = re.split(any_marker, text), re.findall(any_marker, text)
         if found != [markers[kind] for kind in kinds]:
             raise InvalidInputError(
-                f"the chat template made {found} of {kinds}; check chat_template.jinja, or write no "
-                "placeholders into the question."
+                f"the chat template made {found} of {list(kinds)}; check chat_template.jinja, or "
+                "write no placeholders into the question."
             )
         filled = pieces[0]
         for replacement, piece in zip(texts, pieces[1:], strict=True):

@@ -25,6 +25,10 @@ class TowerAttention:
     salience: Tensor
     keys: Tensor | None = None
 
+    def picked(self, tiles: slice) -> TowerAttention:
+        """The attention of some tiles."""
+        return TowerAttention(self.salience[tiles], None if self.keys is None else self.keys[tiles])
+
 
 def queries_and_keys(attention: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 queries and keys `(R, H, N, d)` of an attention module with separate projections.
