@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlm_decode import cache, models, quota, samplers, stages
+    from dlm_decode.autoregressive import AutoregressiveVlm
+    from dlm_decode.base_vlm import Output
     from dlm_decode.loading import load, shipped_models
-    from dlm_decode.vlm import DiffusionVlm, Output
+    from dlm_decode.vlm import DiffusionVlm
 
 __all__ = [
+    "AutoregressiveVlm",
     "DiffusionVlm",
     "Output",
     "cache",
@@ -32,8 +35,9 @@ __all__ = [
 ]
 
 _LOCATIONS = {
+    "AutoregressiveVlm": "dlm_decode.autoregressive",
     "DiffusionVlm": "dlm_decode.vlm",
-    "Output": "dlm_decode.vlm",
+    "Output": "dlm_decode.base_vlm",
     "load": "dlm_decode.loading",
     "shipped_models": "dlm_decode.loading",
 }

@@ -55,8 +55,9 @@ class Prompt:
         ids: `(P,)` token ids, `IMAGE_TOKEN_ID` at every visual position.
         is_visual: `(P,)` bool.
         spans: where each image's tokens lie.
-        position_ids: `(P,)` rotary positions; 0..P-1 when `None`. A stage that drops tokens may
-            keep the old numbers.
+        position_ids: `(P,)` rotary positions, or `(3, P)` in models that count time, height and
+            width apart (M-RoPE); 0..P-1 when `None`. A stage that drops tokens may keep the old
+            numbers.
         end_position: rotary position of the first canvas token; P when `None`.
         frame_ids: `(P,)` long, what `frames` returns; read from `spans` when `None`. A stage that
             drops tokens keeps the numbers of those that stay.
@@ -87,7 +88,7 @@ class Prompt:
         return sum(span.length for span in self.spans)
 
     def positions(self) -> Tensor:
-        """`(P,)` rotary positions of the prompt."""
+        """`(P,)` rotary positions of the prompt, `(3, P)` with M-RoPE."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.length, device=self.embeds.device)

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from dlm_decode.models.base import DiffusionModel
     from dlm_decode.models.processing import VlmProcessor
 
-__all__ = ["RowInput", "encode_row", "rows_from_embeds", "rows_from_ids", "rows_from_text"]
+__all__ = [
+    "RowInput",
+    "encode_row",
+    "media_of_row",
+    "rows_from_embeds",
+    "rows_from_ids",
+    "rows_from_text",
+]
 
 
 @dataclass(frozen=True)
@@ -89,8 +96,8 @@ def rows_from_text(
                 f"prompt {index} is {'empty' if prompt == '' else repr(prompt)}; "
                 "pass the question as non-empty text."
             )
-        row_images = _media_of_row(images, index, len(prompts), is_batch, "images")
-        row_videos = _media_of_row(videos, index, len(prompts), is_batch, "videos")
+        row_images = media_of_row(images, index, len(prompts), is_batch, "images")
+        row_videos = media_of_row(videos, index, len(prompts), is_batch, "videos")
         clips = [
             open_video(video, settings.frame_sampling, is_timed=is_timed) for video in row_videos
         ]
@@ -117,7 +124,12 @@ def rows_from_text(
     return rows
 
 
-def _media_of_row(media: Any, row: int, num_rows: int, is_batch: bool, name: str) -> list[Any]:
+def media_of_row(media: Any, row: int, num_rows: int, is_batch: bool, name: str) -> list[Any]:
+    """The images or videos of one row, from what the caller passed for all.
+
+    Raises:
+        InvalidInputError: a batch without one entry per row.
+    """
     if media is None:
         return []
     if is_batch:

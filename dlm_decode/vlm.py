@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from dlm_decode import cache as caches
 from dlm_decode import samplers, vision
+from dlm_decode.base_vlm import BaseVlm, Output, Stop, check_used, synchronize
 from dlm_decode.cache import CachePolicy
-from dlm_decode.canvas import Canvas, Prompt
+from dlm_decode.canvas import Prompt
 from dlm_decode.cost import Cost, CostMeter, forward_flops, vision_flops
 from dlm_decode.decode import decode
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.given import GivenIds, start_canvas
+from dlm_decode.given import start_canvas
 from dlm_decode.inputs import RowInput, encode_row, rows_from_embeds, rows_from_ids, rows_from_text
 from dlm_decode.predictor import FULL, TEXT_ONLY, TEXT_ONLY_ORIGINAL, Predictor, View
 from dlm_decode.quota import QuotaSchedule
-from dlm_decode.record import StepRecord, Trajectory
+from dlm_decode.record import Trajectory
 from dlm_decode.registry import describe
+from dlm_decode.samplers.autoregressive import Autoregressive
 from dlm_decode.samplers.base import Sampler
 from dlm_decode.settings import Settings, resolve_settings
-from dlm_decode.track import Tracker, abort, make_tracker
+from dlm_decode.track import abort, make_tracker
 from dlm_decode.vision.base import AttentionStage, Stage
 from dlm_decode.vision.inside import InsideStage
 from dlm_decode.vision.packing import StageStack
@@ -38,30 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DiffusionVlm", "Output"]
 
-Stop = str | int | Sequence[int]
 
-
-@dataclass(frozen=True)
-class Output:
-    """What `generate` returns.
-
-    Attributes:
-        text: the answer, or a list of answers for a batch; `None` without a tokenizer.
-        sequences: `(B, T')` ids of the response, cut at the stop, then the suffix; rows are padded
-            on the right.
-        trajectory: every step.
-        cost: FLOPs, forwards, seconds.
-        stop_positions: response position of each row's stop sequence, `None` where none was found.
-    """
-
-    text: str | list[str] | None
-    sequences: Tensor
-    trajectory: Trajectory
-    cost: Cost
-    stop_positions: tuple[int | None, ...]
-
-
-class DiffusionVlm:
+class DiffusionVlm(BaseVlm):
     """A masked-diffusion vision-language model, ready to be asked.
 
     Args:
@@ -80,25 +56,14 @@ class DiffusionVlm:
         name: str = "",
         generation_defaults: dict[str, Any] | None = None,
     ) -> None:
-        self.model = model.eval()
-        self.geometry = model.geometry
-        self.processor = processor
-        self.name = name or type(model).__name__
+        super().__init__(
+            model,
+            processor,
+            name=name,
+            geometry=model.geometry,
+            special_ids=model.special_ids,
+        )
         self.generation_defaults = {**model.default_settings, **(generation_defaults or {})}
-
-    @property
-    def device(self) -> torch.device:
-        """Where prompts and canvas live: with the input embeddings."""
-        return cast(nn.Embedding, self.model.get_input_embeddings()).weight.device
-
-    @property
-    def fingerprint(self) -> str:
-        """Short hash of some numbers of every weight, to tell two trainings of a model apart."""
-        digest = hashlib.sha256()
-        for name, weight in self.model.state_dict().items():
-            digest.update(name.encode())
-            digest.update(weight.flatten()[:64].float().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
 
     @torch.no_grad()
     def generate(
@@ -218,6 +183,8 @@ class DiffusionVlm:
         """
         began = time.perf_counter()
         chosen_sampler = samplers.make(sampler)
+        if isinstance(chosen_sampler, Autoregressive):
+            chosen_sampler.start(None)
         chosen_stages = vision.make_all(stages)
         attention_stage = _attention_stage(chosen_stages)
         chosen_cache = _cache_policy(cache, chosen_sampler)
@@ -250,7 +217,7 @@ class DiffusionVlm:
             },
             self.generation_defaults,
         )
-        _check_used(
+        check_used(
             {
                 "max_frames": max_frames,
                 "fps": fps,
@@ -261,7 +228,7 @@ class DiffusionVlm:
             videos,
             "videos",
         )
-        _check_used({"think_mode": think_mode}, prompt, "prompt")
+        check_used({"think_mode": think_mode}, prompt, "prompt")
         stop_ids = given.stop_sequences(stop, settings)
         suffix_ids = given.ids(suffix, "suffix")
         tracker = make_tracker(track)
@@ -289,7 +256,9 @@ class DiffusionVlm:
             for stage in chosen_stages:
                 row_prompt = stage.before_lm(row_prompt)
             prompts.append(row_prompt)
-        self._check_context(whole, settings, len(suffix_ids or ()))
+        for row, row_prompt in enumerate(whole):
+            num_suffix = len(suffix_ids or ())
+            self._check_length(row, row_prompt.length, row_prompt.num_visual, settings, num_suffix)
         canvas = start_canvas(
             prompts, settings, given_prefill, self.model.special_ids.mask, self.device
         )
@@ -316,8 +285,13 @@ class DiffusionVlm:
         trajectory = Trajectory(
             run={
                 **self._run_record(
-                    chosen_sampler, chosen_stages, chosen_cache, settings, rows, prompts
+                    chosen_sampler,
+                    chosen_stages,
+                    {**vars(settings), "schedule": describe(settings.quotas)},
+                    [(row.question, row.videos) for row in rows],
+                    prompts,
                 ),
+                "cache": None if chosen_cache is None else describe(chosen_cache),
                 "stop_sequences": [list(stop) for stop in stop_ids],
                 "suffix_ids": None if suffix_ids is None else list(suffix_ids),
                 "prefill_ids": given_prefill,
@@ -334,19 +308,8 @@ class DiffusionVlm:
                 "positions": probe,
                 "flops": {view.name: predictor.forward_cost(view).tolist() for view in probes},
             }
-        if tracker is not None:
-            tracker.start(trajectory.run)
-        if streamer is not None:
-            streamer.put(prompts[0].ids[~prompts[0].is_visual].cpu())
-
-        def on_step(record: StepRecord) -> None:
-            trajectory.steps.append(record)
-            if tracker is not None:
-                tracker.step(record.to_dict(self.token_text))
-            if streamer is not None:
-                streamer.put_draft(canvas.tokens[0, canvas.lead :].cpu())
-
-        _synchronize(self.device)
+        on_step = self._start(trajectory, tracker, streamer, prompts[0], canvas)
+        synchronize(self.device)
         prefilled = time.perf_counter()
         try:
             decode(
@@ -431,16 +394,6 @@ class DiffusionVlm:
         rows = rows_from_text(processor, prompts, images, videos, is_batch, settings, is_timed)
         return rows, is_batch
 
-    @property
-    def _given(self) -> GivenIds:
-        return GivenIds(
-            self.processor,
-            self.model.special_ids,
-            self.geometry.vocab_size,
-            self.model.num_valid_tokens,
-            self.name,
-        )
-
     def _preset(self, given: str | None, sampler: Sampler, cache: CachePolicy | None) -> str | None:
         """The preset by its own name: what is given, else the sampler's."""
         if given is not None:
@@ -448,38 +401,12 @@ class DiffusionVlm:
         chosen = getattr(sampler, "preset", None)
         return None if chosen is None else chosen(cache)
 
-    def _generators(self, settings: Settings, num_rows: int) -> list[torch.Generator]:
-        seeds = settings.seed if isinstance(settings.seed, tuple) else (settings.seed,) * num_rows
-        if len(seeds) != num_rows:
-            raise InvalidInputError(
-                f"seed has {len(seeds)} entries for {num_rows} rows; "
-                "give one number or one per row."
-            )
-        return [torch.Generator(self.device).manual_seed(seed) for seed in seeds]
-
     def _check_pixels(self, rows: Sequence[RowInput]) -> None:
         if any(row.num_tiles for row in rows) and self.geometry.vision is None:
             raise InvalidInputError(
                 f"{self.name!r} is a text-only model and cannot read images; "
                 "drop images and videos."
             )
-
-    def _check_context(
-        self, prompts: Sequence[Prompt], settings: Settings, num_suffix: int
-    ) -> None:
-        names = ("max_position_embeddings", "tokenizer_model_max_length")
-        limits = [getattr(self.model.config, name, None) for name in names]
-        limit = min((value for value in limits if value is not None), default=None)
-        for row, prompt in enumerate(prompts):
-            total = prompt.length + settings.gen_length + num_suffix
-            if limit is not None and total > limit:
-                raise InvalidInputError(
-                    f"prompt {row} has {prompt.length} positions ({prompt.num_visual} visual); "
-                    f"with gen_length {settings.gen_length} and a suffix of {num_suffix} "
-                    f"that is {total}, and the model reads at most {limit}; "
-                    "shorten the prompt, use fewer or smaller images, fewer frames (max_frames), "
-                    "or a smaller gen_length."
-                )
 
     def _baseline_cost(
         self, prompt: Prompt, is_open: list[bool], settings: Settings, num_suffix: int
@@ -491,123 +418,6 @@ class DiffusionVlm:
         count = settings.blocks.num_steps(is_open) * (2 if settings.cfg_scale > 0 else 1)
         length = prompt.length + settings.gen_length + num_suffix
         return count * forward_flops(self.geometry, length, length), count
-
-    def token_text(self, token: int) -> str:
-        """Text of one id; `<id>` without a tokenizer."""
-        if self.processor is None or token < 0:
-            return f"<{token}>"
-        return self.processor.token_text(token)
-
-    def decode_text(self, ids: Sequence[int]) -> str:
-        """Text of a response; the ids without a tokenizer."""
-        if self.processor is None:
-            return " ".join(map(str, ids))
-        unwritten = self.model.special_ids.unwritten
-        return self.processor.decode([token for token in ids if token not in unwritten])
-
-    def _run_record(
-        self,
-        sampler: Sampler,
-        stages: Sequence[Stage],
-        cache: CachePolicy | None,
-        settings: Settings,
-        rows: Sequence[RowInput],
-        prompts: Sequence[Prompt],
-    ) -> dict[str, Any]:
-        import transformers
-
-        try:
-            own_version = version("dlm-decode")
-        except PackageNotFoundError:
-            own_version = "uninstalled"
-        fields = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-        fields["schedule"] = describe(settings.quotas)
-        return {
-            "type": "run",
-            "version": own_version,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "model": self.name,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
-            "device": str(self.device),
-            "attn_implementation": self.model.config._attn_implementation,
-            "sampler": describe(sampler),
-            "stages": [describe(stage) for stage in stages],
-            "cache": None if cache is None else describe(cache),
-            "settings": fields,
-            "mask_token_id": self.model.special_ids.mask,
-            "padding_ids": list(self.model.special_ids.padding),
-            "rows": [
-                {
-                    "prompt_length": prompt.length,
-                    "visual_tokens": prompt.num_visual,
-                    "question": row.question,
-                    "videos": list(row.videos),
-                }
-                for row, prompt in zip(rows, prompts, strict=True)
-            ],
-        }
-
-    def _output(
-        self,
-        canvas: Canvas,
-        suffix_ids: tuple[int, ...] | None,
-        is_batch: bool,
-        trajectory: Trajectory,
-        cost: Cost,
-        tracker: Tracker | None,
-        streamer: Any,
-    ) -> Output:
-        width = canvas.width - canvas.lead
-        stops = (canvas.stop_position - canvas.lead).tolist()
-        responses = [
-            [*row[:stop], *(suffix_ids or ())]
-            for row, stop in zip(canvas.tokens[:, canvas.lead :].tolist(), stops, strict=True)
-        ]
-        special = self.model.special_ids
-        filler = special.pad if special.pad is not None else special.eos
-        longest = max(map(len, responses))
-        sequences = torch.full(
-            (len(responses), longest), -1 if filler is None else filler, dtype=torch.long
-        )
-        for row, response in enumerate(responses):
-            sequences[row, : len(response)] = torch.tensor(response, dtype=torch.long)
-        texts = (
-            None
-            if self.processor is None
-            else [self.decode_text(response) for response in responses]
-        )
-        positions = tuple(stop if stop < width else None for stop in stops)
-        trajectory.end = {
-            "type": "end",
-            "rows": [
-                {
-                    "tokens": response,
-                    "text": None if texts is None else texts[row],
-                    "stop_position": positions[row],
-                }
-                for row, response in enumerate(responses)
-            ],
-            "cost": cost.to_dict(),
-        }
-        if tracker is not None:
-            tracker.finish(trajectory.end)
-        if streamer is not None:
-            streamer.put(sequences[0])
-            streamer.end()
-        text = texts if texts is None or is_batch else texts[0]
-        return Output(text, sequences.to(self.device), trajectory, cost, positions)
-
-
-def _check_used(options: dict[str, Any], value: Any, name: str) -> None:
-    """Refuses options that go with an argument that is not there."""
-    is_there = value is not None and (not isinstance(value, (list, tuple)) or len(value) > 0)
-    given = [key for key, option in options.items() if option is not None]
-    if given and not is_there:
-        raise InvalidInputError(
-            f"{', '.join(given)} {'goes' if len(given) == 1 else 'go'} with {name}=, and there is "
-            f"none; pass {name}=, or leave {'it' if len(given) == 1 else 'them'} out."
-        )
 
 
 def _cache_policy(cache: CachePolicy | str | None, sampler: Sampler) -> CachePolicy | None:
@@ -671,9 +481,3 @@ def _probes(probe: str | None) -> tuple[View, ...]:
 def _last_ids(predictor: Predictor, stops: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Ids that `eos_last` holds back: padding and single-id stops."""
     return tuple(sorted({*predictor.padding_ids, *(stop[0] for stop in stops if len(stop) == 1)}))
-
-
-def _synchronize(device: torch.device) -> None:
-    """Waits for queued work, so that prefill seconds are not booked on the first step."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -20,7 +20,7 @@ from dlm_decode.models.key_names import renamed
 from dlm_decode.models.processing import VlmProcessor
 from dlm_decode.models.special_ids import special_ids_of
 
-__all__ = ["load_model", "load_processor"]
+__all__ = ["load_model", "load_processor", "read_config", "resolve_dtype"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NUM_LISTED = 6
@@ -48,9 +48,9 @@ def load_model(
         InvalidInputError: no such folder or hub id, an unknown dtype or attention backend.
     """
     check_backend(attn_implementation)
-    chosen_dtype = _dtype(dtype)
+    chosen_dtype = resolve_dtype(dtype)
     name = str(path)
-    raw = _read_config(name)
+    raw = read_config(name)
     cls = _model_class(raw, name, model_type)
     config = _config(cls, raw)
     overrides = {
@@ -90,7 +90,12 @@ def load_model(
     return model.eval()
 
 
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
+def resolve_dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
+    """The dtype by its name; "auto", for the checkpoint's own, where none is given.
+
+    Raises:
+        InvalidInputError: no floating dtype of torch.
+    """
     if dtype is None or isinstance(dtype, torch.dtype):
         return "auto" if dtype is None else dtype
     found = getattr(torch, dtype.removeprefix("torch."), None)
@@ -103,7 +108,13 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | str:
     return found
 
 
-def _read_config(name: str) -> dict[str, Any]:
+def read_config(name: str) -> dict[str, Any]:
+    """The content of `config.json` of a folder or hub id.
+
+    Raises:
+        CheckpointError: no such file, or no JSON.
+        InvalidInputError: no such folder or hub id.
+    """
     folder = Path(name)
     if folder.is_dir():
         path = folder / "config.json"
@@ -220,7 +231,7 @@ def load_processor(path: str | Path, model_type: str | None = None) -> VlmProces
         InvalidInputError: no such folder or hub id.
     """
     name = str(path)
-    raw = _read_config(name)
+    raw = read_config(name)
     folder = Path(name)
     if folder.is_dir():
         if not any((folder / file).exists() for file in _TOKENIZER_FILES):

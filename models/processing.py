@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,17 @@ from torch import Tensor
 from dlm_decode.canvas import IMAGE_TOKEN_ID
 from dlm_decode.errors import CheckpointError, InvalidInputError, MediaError
 from dlm_decode.models.anyres import grid_candidates, pad_to_square, pixels_of, tiles_of
+from dlm_decode.models.messages import (
+    IMAGE_TAG,
+    Message,
+    add_notes,
+    messages_of,
+    place_tags,
+)
 from dlm_decode.models.prompt_rules import PromptRules, rules_of
+from dlm_decode.models.text import TextCodec
 
 __all__ = ["IMAGE_TAG", "ModelInputs", "VlmProcessor", "join_chunks"]
-
-IMAGE_TAG = "<image>"
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -61,56 +66,7 @@ def join_chunks(
     return ids
 
 
-def _plain_messages(messages: Sequence[Message]) -> list[dict[str, str]]:
-    plain = []
-    for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise InvalidInputError(
-                f"a message must be a mapping with 'role' and 'content', got {message!r}."
-            )
-        content = message["content"]
-        if not isinstance(content, str):
-            content = "".join(_part_text(part) for part in content)
-        plain.append({"role": message["role"], "content": content})
-    if not plain:
-        raise InvalidInputError("messages is empty; pass at least one with role 'user'.")
-    return plain
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind in ("image", "video"):
-        return IMAGE_TAG
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    raise InvalidInputError(
-        f"a content part must have type 'text', 'image' or 'video', got {part!r}."
-    )
-
-
-def _add_notes(
-    messages: list[dict[str, str]], num_images: int, notes: Sequence[str], num_videos: int
-) -> None:
-    """Puts each note on a line of its own behind its video's tag; videos follow images."""
-    if len(notes) != num_videos:
-        raise InvalidInputError(
-            f"video_notes has {len(notes)} entries for {num_videos} videos; give one for each."
-        )
-    by_tag = dict(enumerate(notes, start=num_images))
-    number = 0
-    for message in messages:
-        first, *rest = message["content"].split(IMAGE_TAG)
-        for text in rest:
-            first += IMAGE_TAG
-            if number in by_tag:
-                first += f"\n{by_tag[number]}\n"
-                text = text.removeprefix("\n").removeprefix(" ")
-            first += text
-            number += 1
-        message["content"] = first
-
-
-class VlmProcessor:
+class VlmProcessor(TextCodec):
     """Tokenizer, chat template and image processing of one checkpoint.
 
     Args:
@@ -120,9 +76,8 @@ class VlmProcessor:
     """
 
     def __init__(self, tokenizer: Any, config: Any) -> None:
-        self.tokenizer = tokenizer
+        super().__init__(tokenizer)
         self.config = config
-        self._text_by_id: dict[int, str] = {}
 
     @property
     def rules(self) -> PromptRules:
@@ -165,32 +120,13 @@ class VlmProcessor:
             MediaError: an image that cannot be padded, or a video without frames.
         """
         num_media = len(images) + len(videos)
-        messages = (
-            [{"role": "user", "content": prompt}]
-            if isinstance(prompt, str)
-            else _plain_messages(prompt)
-        )
+        messages = messages_of(prompt)
         self._end_question(messages, think_mode)
-        num_tags = sum(message["content"].count(IMAGE_TAG) for message in messages)
-        if num_media and not num_tags:
-            tags = " ".join([IMAGE_TAG] * num_media) + "\n"
-            first = next((message for message in messages if message["role"] == "user"), None)
-            if first is None:
-                raise InvalidInputError(
-                    "the messages hold no user message that images could belong to."
-                )
-            first["content"] = tags + first["content"]
-            num_tags = num_media
-        if num_tags != num_media:
-            raise InvalidInputError(
-                f"the prompt has {num_tags} {IMAGE_TAG} tags, and {len(images)} images and "
-                f"{len(videos)} videos were "
-                "given; give one for each tag, or leave the tags out."
-            )
+        place_tags(messages, len(images), len(videos))
         if num_media and not self.rules.reads_media:
             raise InvalidInputError("this is a text-only model and cannot read images or videos.")
         if video_notes:
-            _add_notes(messages, len(images), video_notes, len(videos))
+            add_notes(messages, len(images), video_notes, len(videos))
         chunks = [self.encode(chunk) for chunk in self.render(messages).split(IMAGE_TAG)]
         ids = join_chunks(chunks, self.tokenizer.bos_token_id, official_token_drop)
         pixels = [self.image_pixels(image, num_images=len(images)) for image in images]
@@ -245,27 +181,6 @@ class VlmProcessor:
         ]
         return rules.begin + "".join(turns) + rules.answer
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text, nothing added."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of a response, without special tokens."""
-        return self.tokenizer.decode(
-            [token for token in ids if token >= 0], skip_special_tokens=True
-        ).strip()
-
-    def token_text(self, token: int) -> str:
-        """Text of a single id, special tokens included."""
-        if token not in self._text_by_id:
-            self._text_by_id[token] = self.tokenizer.decode([token])
-        return self._text_by_id[token]
-
-    @property
-    def num_tokens(self) -> int:
-        """Ids that the tokenizer knows."""
-        return len(self.tokenizer)
-
     def image_pixels(self, image: Image.Image, num_images: int = 1) -> Tensor:
         """Pixels of one image: `(1 + tiles, 3, h, w)` in tiled mode, else `(3, h, w)`.
 
@@ -301,7 +216,3 @@ class VlmProcessor:
             raise MediaError("a video has no frames.")
         tile = self.rules.tile_size
         return torch.stack([pixels_of(frame, tile) for frame in frames])
-
-    def save_pretrained(self, folder: Any) -> None:
-        """Writes the tokenizer files; everything else is in the model's config."""
-        self.tokenizer.save_pretrained(folder)

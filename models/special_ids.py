@@ -7,7 +7,11 @@ from typing import Any
 
 from dlm_decode.errors import CheckpointError
 
-__all__ = ["OFFICIAL", "SpecialIds", "special_ids_of"]
+__all__ = ["NO_ID", "OFFICIAL", "SpecialIds", "special_ids_of"]
+
+
+NO_ID = -1
+"""Stands for a mask id in models that have none."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +19,7 @@ class SpecialIds:
     """Ids that decoding treats specially.
 
     Attributes:
-        mask: stands at positions that are still to be decoded.
+        mask: stands at positions that are still to be decoded; `NO_ID` in autoregressive models.
         bos: begins a prompt.
         eos: end of sequence.
         pad: fills rows behind their end.

@@ -36,10 +36,16 @@ def get(name: str) -> type[Sampler]:
 def make(spec: Sampler | str, options: Mapping[str, Any] | None = None) -> Sampler:
     """A sampler from a name, a spec such as `"baseline:remasking=margin"`, or an instance.
 
+    `"autoregressive"` names no sampler of diffusion models but the way of all others.
+
     Raises:
         UnknownNameError: no such sampler or option; the message lists what exists.
         InvalidInputError: a malformed spec or a value that the sampler rejects.
     """
+    from dlm_decode.samplers.autoregressive import Autoregressive
+
+    if spec == Autoregressive.name and not options:
+        return Autoregressive()
     return _registry.make(spec, options)
 
 

@@ -72,3 +72,23 @@ def vlm(checkpoint):
     import dlm_decode
 
     return dlm_decode.load(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def ar_folders(tmp_path_factory):
+    """Folders with small random autoregressive models, built when first asked for."""
+    from functools import cache
+
+    from ar_models import build_folder
+
+    return cache(lambda name: build_folder(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.fixture(scope="session")
+def ar_vlms(ar_folders):
+    """Those models, loaded."""
+    from functools import cache
+
+    import dlm_decode
+
+    return cache(lambda name: dlm_decode.load(ar_folders(name)))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.registry import Registry
 from dlm_decode.vision.base import Stage
 
+if TYPE_CHECKING:
+    from dlm_decode.vision.attachment import Attachment
+
 __all__ = [
     "Stage",
     "aliases",
+    "attach",
     "get",
     "make",
     "make_all",
@@ -21,8 +26,34 @@ __all__ = [
 ]
 
 _registry: Registry[Stage] = Registry("vision stage", "dlm_decode.vision", "dlm_decode.stages")
-register_stage = _registry.register
 register_alias = _registry.register_alias
+C = TypeVar("C", bound=type)
+
+
+def register_stage(name: str) -> Callable[[C], C]:
+    """Class decorator that makes a stage known as `name` and gives it a method `attach`.
+
+    `with stage.attach(model):` is `with attach(model, stage):`.
+    """
+
+    def decorate(cls: C) -> C:
+        cls = _registry.register(name)(cls)
+        cls.attach = _attach_one  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def attach(model: Any, stages: Any) -> AbstractContextManager[Attachment]:
+    """Lets stages act on a stock model of transformers; see `dlm_decode.vision.attachment`."""
+    from dlm_decode.vision.attachment import attach as attach_stages
+
+    return attach_stages(model, stages)
+
+
+def _attach_one(stage: Stage, model: Any) -> AbstractContextManager[Attachment]:
+    """The stage on a stock model of transformers; see `dlm_decode.vision.attachment.attach`."""
+    return attach(model, stage)
 
 
 def names() -> list[str]:
