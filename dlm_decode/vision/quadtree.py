@@ -32,10 +32,12 @@ def partition(energy: Tensor, delta: float, min_crop: int, min_frames: int = 1) 
         is_cut = (frames >= 2 * min_frames, cuts_space, cuts_space)
         if not any(is_cut) or values[tuple(slice(*side) for side in box)].std() <= delta:
             return [box]
-        sides = [
-            _halves(*side) if cut else [side] for side, cut in zip(box, is_cut, strict=True)
+        sides = [_halves(*side) if cut else [side] for side, cut in zip(box, is_cut, strict=True)]
+        return [
+            leaf
+            for first, second, third in product(*sides)
+            for leaf in leaves((first, second, third))
         ]
-        return [leaf for first, second, third in product(*sides) for leaf in leaves((first, second, third))]
 
     frames, rows, columns = energy.shape
     return leaves(((0, frames), (0, rows), (0, columns)))
