@@ -28,7 +28,7 @@ from dlm_decode.registry import describe
 from dlm_decode.samplers.base import Sampler
 from dlm_decode.settings import Settings, resolve_settings
 from dlm_decode.track import Tracker, abort, make_tracker
-from dlm_decode.vision.base import AttentionStage, Stage
+from dlm_decode.vision.base import AttentionStage, Stage, tower_needs
 
 if TYPE_CHECKING:
     from dlm_decode.models.base import DiffusionModel
@@ -276,7 +276,8 @@ class DiffusionVlm:
                 f"a streamer shows one row, got {len(rows)} prompts; drop it or pass one prompt."
             )
         self._check_pixels(rows)
-        whole = [encode_row(self.model, row, self.device) for row in rows]
+        needs = tower_needs(chosen_stages)
+        whole = [encode_row(self.model, row, self.device, needs) for row in rows]
         prompts = []
         for row_prompt in whole:
             for stage in chosen_stages:

@@ -114,9 +114,9 @@ def test_5_the_fixed_point_minimises_the_dirichlet_objective(seed, alpha, symmet
     assert torch.allclose(affinity, affinity.T)
     degree = affinity.sum(-1)
     assert torch.allclose(dense(graph), affinity / degree[:, None], atol=1e-6)
-    graph = flow.Graph(
-        *affinity.nonzero().unbind(-1), (affinity / degree[:, None])[affinity > 0], 12
-    )
+    sources, targets = affinity.nonzero().T
+    weights = (affinity / degree[:, None])[sources, targets]
+    graph = flow.Graph(sources, targets, weights, 12)
     start = random_seed(12, seed)
 
     def objective(energy):
