@@ -21,7 +21,7 @@ from dlm_decode.vision.stride import Stride
 NEEDS = ("salience", "tower_keys")
 CASES = {
     "single": (tiny56, lambda model: tiny_prompt(model, "single_list")),
-    "tiles": (tiny56, lambda model: tiny_prompt(model, "anyres")),
+    "tiles": (tiny56, lambda model: tiny_prompt(model, "anyres4_w100x70")),
     "pooled": (lavida, lambda model: lavida_prompt(model, "one_image")),
     "stacked": (lavida, lambda model: lavida_prompt(model, "two_images_stacked")),
     "video": (vidlada, lambda model: vidlada_prompt()),
