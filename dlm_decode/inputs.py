@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +14,7 @@ from dlm_decode.errors import InvalidInputError
 from dlm_decode.media import open_image
 from dlm_decode.settings import Settings
 from dlm_decode.video import open_video
+from dlm_decode.vision.base import TowerNeed
 
 if TYPE_CHECKING:
     from dlm_decode.models.base import DiffusionModel
@@ -218,8 +219,19 @@ def rows_from_embeds(inputs_embeds: Any) -> list[RowInput]:
     return prepared
 
 
-def encode_row(model: DiffusionModel, row: RowInput, device: torch.device) -> Prompt:
+def encode_row(
+    model: DiffusionModel,
+    row: RowInput,
+    device: torch.device,
+    needs: Collection[TowerNeed] = (),
+) -> Prompt:
     """The row's prompt as the language model reads it.
+
+    Args:
+        model: encodes it.
+        row: what to encode.
+        device: where the prompt goes.
+        needs: what stages read of the vision tower; see `tower_needs`.
 
     Raises:
         InvalidInputError: embeddings of another width, or what the model cannot read.
@@ -246,4 +258,5 @@ def encode_row(model: DiffusionModel, row: RowInput, device: torch.device) -> Pr
         pixel_values=row.pixel_values,
         image_sizes=row.image_sizes,
         modalities=row.modalities,
+        needs=needs,
     )

@@ -26,7 +26,7 @@ from dlm_decode.samplers.autoregressive import Autoregressive
 from dlm_decode.samplers.base import Sampler
 from dlm_decode.settings import Settings, resolve_settings
 from dlm_decode.track import abort, make_tracker
-from dlm_decode.vision.base import AttentionStage, Stage
+from dlm_decode.vision.base import AttentionStage, Stage, tower_needs
 from dlm_decode.vision.inside import InsideStage
 from dlm_decode.vision.packing import StageStack
 
@@ -250,7 +250,8 @@ class DiffusionVlm(BaseVlm):
                 f"a streamer shows one row, got {len(rows)} prompts; drop it or pass one prompt."
             )
         self._check_pixels(rows)
-        whole = [encode_row(self.model, row, self.device) for row in rows]
+        needs = tower_needs(chosen_stages)
+        whole = [encode_row(self.model, row, self.device, needs) for row in rows]
         prompts = []
         for row_prompt in whole:
             for stage in chosen_stages:

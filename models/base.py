@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -15,6 +15,7 @@ from dlm_decode.cost import Geometry
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.models.attention import RowProbe
 from dlm_decode.models.special_ids import SpecialIds, special_ids_of
+from dlm_decode.vision.base import TowerNeed
 
 if TYPE_CHECKING:
     from dlm_decode.vision.inside_run import InsideForward
@@ -105,6 +106,7 @@ class DiffusionModel(PreTrainedModel):
         pixel_values: Tensor | Sequence[Tensor] | None = None,
         image_sizes: Sequence[tuple[int, int]] | None = None,
         modalities: Sequence[str] | None = None,
+        needs: Collection[TowerNeed] = (),
     ) -> Prompt:
         """One row's prompt; text only here.
 
@@ -113,6 +115,7 @@ class DiffusionModel(PreTrainedModel):
             pixel_values: must be `None` for a text-only model.
             image_sizes: likewise.
             modalities: ignored without pixels.
+            needs: what stages read of a vision tower (`tower_needs`); text has none of it.
 
         Raises:
             InvalidInputError: pixels or image placeholders for a model that has no vision part, or

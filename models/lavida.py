@@ -100,15 +100,19 @@ class LavidaLLaDAModelLM(LlavaLLaDAModelLM):
         return "LlavaLladaForMaskedDiffusion" in names or {"d_model", "n_layers"} <= set(raw)
 
     def _layout(
-        self, features: Tensor, size: tuple[int, int] | None, kind: str, has_tiles: bool
+        self,
+        features: Tensor,
+        newline: Tensor | None,
+        size: tuple[int, int] | None,
+        kind: str,
+        has_tiles: bool,
     ) -> tuple[Tensor, Sections]:
         if kind == "video":
-            return super()._layout(features, size, kind, has_tiles)
+            return super()._layout(features, newline, size, kind, has_tiles)
         merge = self.config.mm_patch_merge_type
         pooled = pool_frames(features, self.config.mm_spatial_pool_mode).flatten(1, 2)
         if merge == "flat":
             return flat_tokens(pooled)
-        newline = self._newline(pooled)
         if not has_tiles or len(pooled) == 1:
             return single_tokens(pooled[0], newline)
         size, grid = self._size_and_grid(size)

@@ -5,7 +5,8 @@ Source: LLaDA-V (arXiv 2505.16933) and its published checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from dlm_decode.models import register_model
 from dlm_decode.models.anyres import best_resolution, grid_candidates, max_tiles_of
 from dlm_decode.models.configuration import LlavaLLaDAConfig
 from dlm_decode.models.llada import LLaDABackbone, LLaDAModelLM
+from dlm_decode.models.tower_attention import TowerProbe
 from dlm_decode.models.visual_layout import (
     Sections,
     anyres_tokens,
@@ -27,6 +29,7 @@ from dlm_decode.models.visual_layout import (
     single_tokens,
     video_tokens,
 )
+from dlm_decode.vision.base import TowerNeed
 
 __all__ = ["LlavaLLaDAModelLM", "VisionTower"]
 
@@ -138,6 +141,7 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
         pixel_values: Tensor | Sequence[Tensor] | None = None,
         image_sizes: Sequence[tuple[int, int]] | None = None,
         modalities: Sequence[str] | None = None,
+        needs: Collection[TowerNeed] = (),
     ) -> Prompt:
         """One row's prompt with visual tokens in place of the placeholders.
 
@@ -149,6 +153,8 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
                 video), a 5-D tensor equals a list of its 4-D parts.
             image_sizes: `(width, height)` of each original image; needed for `anyres` images.
             modalities: `"image"` (default) or `"video"` per entry.
+            needs: what of the tower's last layer the prompt carries; see `TowerProbe`. It goes
+                through pooling, cropping and shrinking as the features do.
 
         Raises:
             InvalidInputError: numbers of placeholders, images, sizes or modalities that do not
@@ -184,16 +190,23 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
                 raise InvalidInputError(
                     f"{name} has {len(values)} entries for {num_images} images or videos."
                 )
-        laid_out = self._visual_tokens(pixel_values, sizes, kinds)
-        return self._splice(input_ids, slots, laid_out, kinds, pixel_values)
+        tiles, newline = torch.cat(self._entries(pixel_values)), self._vision.image_newline
+        if not needs:
+            features = self.encode_tiles(tiles)
+            laid_out = self._lay_out(features, newline, pixel_values, sizes, kinds)
+            return self._splice(input_ids, slots, laid_out, kinds, pixel_values)
+        with self._tower_probe(needs) as probe:
+            plain = self.encode_prompt(input_ids, pixel_values, image_sizes, modalities)
+        width = probe.maps.shape[-1]
+        maps = plain.embeds.new_zeros(plain.length, width, dtype=torch.float32)
+        nothing = None if newline is None else maps.new_zeros(width)
+        parts = self._lay_out(probe.maps, nothing, pixel_values, sizes, kinds)
+        for span, (part, _) in zip(plain.spans, parts, strict=True):
+            maps[span.start : span.start + span.length] = part
+        return replace(plain, **probe.split(maps))
 
-    def _visual_tokens(
-        self,
-        pixel_values: Tensor | Sequence[Tensor],
-        sizes: list[tuple[int, int]] | None,
-        kinds: list[str],
-    ) -> list[tuple[Tensor, Sections]]:
-        is_plain_batch = isinstance(pixel_values, Tensor) and pixel_values.dim() == 4
+    def _entries(self, pixel_values: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """Tiles or frames `(n, 3, h, w)` of each image or video."""
         wrong = [
             entry
             for entry in pixel_values
@@ -210,21 +223,59 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
             raise InvalidInputError(
                 f"pixel_values have tiles of different sizes: {[tuple(e.shape) for e in entries]}."
             )
-        features = self.encode_tiles(torch.cat(entries)).split([len(entry) for entry in entries])
-        if is_plain_batch:
-            return [single_tokens(part[0], None) for part in features]
+        return entries
+
+    def _lay_out(
+        self,
+        features: Tensor,
+        newline: Tensor | None,
+        pixel_values: Tensor | Sequence[Tensor],
+        sizes: list[tuple[int, int]] | None,
+        kinds: list[str],
+    ) -> list[tuple[Tensor, Sections]]:
+        """The tokens of each image or video.
+
+        Args:
+            features: `(tiles, N, C)` of all of them.
+            newline: `(C,)`, or `None` for a model without.
+            pixel_values: as `encode_prompt` takes them.
+            sizes: likewise.
+            kinds: modalities.
+        """
+        counts = [1 if entry.dim() == 3 else len(entry) for entry in pixel_values]
+        parts = features.split(counts)
+        if isinstance(pixel_values, Tensor) and pixel_values.dim() == 4:
+            return [single_tokens(part[0], None) for part in parts]
+        newline = None if newline is None else newline.to(features)
         return [
             self._layout(
-                part, None if sizes is None else sizes[index], kinds[index], entry.dim() == 4
+                part,
+                newline,
+                None if sizes is None else sizes[index],
+                kinds[index],
+                entry.dim() == 4,
             )
-            for index, (part, entry) in enumerate(zip(features, pixel_values, strict=True))
+            for index, (part, entry) in enumerate(zip(parts, pixel_values, strict=True))
         ]
 
+    def _tower_probe(self, needs: Collection[TowerNeed]) -> TowerProbe:
+        layers = self._vision.vision_tower.vision_tower.vision_model.encoder.layers
+        if not len(layers):
+            raise InvalidInputError(
+                f"stages need {' and '.join(needs)} of the vision tower, and this one has no "
+                "attention layer."
+            )
+        return TowerProbe(layers[-1].self_attn, needs)
+
     def _layout(
-        self, features: Tensor, size: tuple[int, int] | None, kind: str, has_tiles: bool
+        self,
+        features: Tensor,
+        newline: Tensor | None,
+        size: tuple[int, int] | None,
+        kind: str,
+        has_tiles: bool,
     ) -> tuple[Tensor, Sections]:
         config = self.config
-        newline = self._newline(features)
         if kind == "video":
             position, merge = config.mm_newline_position, config.mm_patch_merge_type or ""
             if merge == "flat" or (position == "one_token" and "unpad" not in merge):
@@ -237,10 +288,6 @@ class LlavaLLaDAModelLM(LLaDAModelLM):
             return single_tokens(features[0], newline)
         size, grid = self._size_and_grid(size)
         return anyres_tokens(features, newline, grid, size, self._max_tiles)
-
-    def _newline(self, features: Tensor) -> Tensor | None:
-        newline = self._vision.image_newline
-        return None if newline is None else newline.to(features)
 
     @property
     def _max_tiles(self) -> int | None:

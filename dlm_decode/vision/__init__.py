@@ -1,4 +1,9 @@
-"""Vision stages: which visual tokens stay, merge or go. One method per file."""
+"""Vision stages: which visual tokens stay, merge or go. One method per file.
+
+Methods that are compared with elsewhere and left out, because neither their program nor a
+sufficient description was at hand: ToFu, HiRED, FasterVLM and PruMerge.
+`specflow:graph=none,allocation=topk,sinks=none` keeps the patches of highest tower attention.
+"""
 
 from __future__ import annotations
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from dlm_decode.canvas import Prompt
@@ -15,10 +16,12 @@ __all__ = [
     "AttentionRequest",
     "AttentionStage",
     "Positions",
+    "SpanTokens",
     "Stage",
     "TowerNeed",
     "check_keep_ratio",
     "keep_positions",
+    "replace_spans",
     "tower_needs",
 ]
 
@@ -84,6 +87,77 @@ class AttentionStage(Stage, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class SpanTokens:
+    """What stands in a span from now on: tokens that were there, changed or not.
+
+    Attributes:
+        index: `(K,)` prompt positions inside the span, in the new order. Each token has its
+            position's frame, salience, tower key and, with `"original"`, rotary position. A merged
+            token names the position that stands for the group.
+        embeds: `(K, D)` the tokens; `None` for those of `index`.
+        position_ids: `(..., K)` rotary positions instead of those of `index`; read with
+            `"original"`.
+    """
+
+    index: Tensor
+    embeds: Tensor | None = None
+    position_ids: Tensor | None = None
+
+
+def replace_spans(
+    prompt: Prompt, replaced: Sequence[SpanTokens | None], positions: Positions = "original"
+) -> Prompt:
+    """The prompt with other tokens in its spans; text stays as it is.
+
+    A span that loses or changes tokens loses its sections: it is no rectangle any more.
+
+    Args:
+        prompt: one row's prompt.
+        replaced: one entry for each span; `None` leaves it.
+        positions: see `AttentionStage`.
+    """
+    everything = torch.arange(prompt.length, device=prompt.ids.device)
+    pieces, spans, changed, done, length = [], [], [], 0, 0
+    for span, tokens in zip(prompt.spans, replaced, strict=True):
+        stop = span.start + span.length
+        index = everything[span.start : stop] if tokens is None else tokens.index
+        length += span.start - done
+        pieces += [everything[done : span.start], index]
+        is_whole = tokens is None or (tokens.embeds is None and len(index) == span.length)
+        spans.append(
+            replace(
+                span,
+                start=length,
+                length=len(index),
+                sections=span.sections if is_whole else (),
+            )
+        )
+        if tokens is not None:
+            changed.append((slice(length, length + len(index)), tokens))
+        length += len(index)
+        done = stop
+    picked = torch.cat([*pieces, everything[done:]])
+    embeds, position_ids = prompt.embeds[picked], prompt.positions()[..., picked]
+    for place, tokens in changed:
+        if tokens.embeds is not None:
+            embeds[place] = tokens.embeds.to(embeds)
+        if tokens.position_ids is not None:
+            position_ids[..., place] = tokens.position_ids
+    is_renumbered = positions == "renumbered"
+    return Prompt(
+        embeds=embeds,
+        ids=prompt.ids[picked],
+        is_visual=prompt.is_visual[picked],
+        spans=tuple(spans),
+        position_ids=None if is_renumbered else position_ids,
+        end_position=None if is_renumbered else prompt.next_position,
+        frame_ids=prompt.frames()[picked],
+        salience=None if prompt.salience is None else prompt.salience[picked],
+        tower_keys=None if prompt.tower_keys is None else prompt.tower_keys[picked],
+    )
+
+
 def keep_positions(prompt: Prompt, keep: Tensor, positions: Positions = "original") -> Prompt:
     """The prompt with only the positions where `keep` holds; text is always kept.
 
@@ -94,32 +168,11 @@ def keep_positions(prompt: Prompt, keep: Tensor, positions: Positions = "origina
         keep: `(P,)` bool; read at visual positions.
         positions: see `AttentionStage`.
     """
-    keep = keep | ~prompt.is_visual
-    order = keep.cumsum(0).tolist()
-    spans = []
-    for span in prompt.spans:
-        start = order[span.start - 1] if span.start else 0
-        length = order[span.start + span.length - 1] - start
-        spans.append(
-            replace(
-                span,
-                start=start,
-                length=length,
-                sections=span.sections if length == span.length else (),
-            )
-        )
-    is_renumbered = positions == "renumbered"
-    return Prompt(
-        embeds=prompt.embeds[keep],
-        ids=prompt.ids[keep],
-        is_visual=prompt.is_visual[keep],
-        spans=tuple(spans),
-        position_ids=None if is_renumbered else prompt.positions()[..., keep],
-        end_position=None if is_renumbered else prompt.next_position,
-        frame_ids=prompt.frames()[keep],
-        salience=None if prompt.salience is None else prompt.salience[keep],
-        tower_keys=None if prompt.tower_keys is None else prompt.tower_keys[keep],
-    )
+    kept = [
+        SpanTokens(keep[span.start : span.start + span.length].nonzero()[:, 0] + span.start)
+        for span in prompt.spans
+    ]
+    return replace_spans(prompt, kept, positions)
 
 
 def tower_needs(stages: Iterable[Stage]) -> frozenset[TowerNeed]:

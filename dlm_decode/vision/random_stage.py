@@ -1,0 +1,44 @@
+"""Random pruning: the floor beside uniform strides."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from dlm_decode.vision import register_stage
+from dlm_decode.vision.picture import Choice, Picture, PictureStage, check_count
+
+__all__ = ["Random"]
+
+
+@register_stage("random")
+@dataclass(frozen=True)
+class Random(PictureStage):
+    """Keeps random patches of every picture, in prompt order.
+
+    What is drawn follows from the seed, the prompt's ids and the picture's place in it: rows with
+    different questions differ, and a row keeps the same patches alone and in any batch.
+
+    Args:
+        keep_ratio: see `PictureStage`, and so for `keep_tokens`, `newlines` and `positions`.
+        seed: at least 0.
+
+    Raises:
+        InvalidInputError: a seed below 0.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("seed", self.seed, least=0)
+
+    def choose(self, picture: Picture, count: int) -> Choice:
+        """See `PictureStage`."""
+        first = picture.index[:1].cpu()
+        content = torch.cat([picture.text_ids.cpu(), first]).numpy().tobytes()
+        generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(content))
+        kept = torch.randperm(picture.num_patches, generator=generator)[:count].sort().values
+        return Choice(kept.to(picture.index.device))
