@@ -253,7 +253,9 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--no-stop", action="store_true", help="fill the whole canvas")
     parser.add_argument("--suffix", help="text that follows the canvas")
     parser.add_argument(
-        "--prefill", help="text that the canvas starts from; <|mdm_mask|> is decoded"
+        "--prefill",
+        help="text that the canvas starts from; <mask:4> is a hole of four tokens, <infill:4> "
+        "one of at most four (LaViDa FIM)",
     )
     parser.add_argument("--json", action="store_true", help="answer, tokens and cost as JSON")
     parser.add_argument("--stream", action="store_true", help="show the canvas as it denoises")
@@ -584,22 +586,23 @@ def _add_compare(commands: Any) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from dlm_decode.eval import compare as comparison
+    from dlm_decode.eval import tables
+    from dlm_decode.eval.compare import compare
+    from dlm_decode.eval.matches import describe_match, matched, matched_score, random_access
+    from dlm_decode.eval.variants import Variant, check_suite, suite
     from dlm_decode.settings import resolve_settings
 
     given = arguments.settings or []
-    parsed = {text: comparison.Variant.parse(text) for kind, text in given if kind == "variant"}
+    parsed = {text: Variant.parse(text) for kind, text in given if kind == "variant"}
     for kind, text in given:
         if kind == "suite":
-            comparison.check_suite(text)
+            check_suite(text)
     vlm = _load(arguments)
     own = resolve_settings({}, vlm.generation_defaults)
     names = [
-        name
-        for kind, text in given
-        for name in ([text] if kind == "variant" else comparison.suite(text, own))
+        name for kind, text in given for name in ([text] if kind == "variant" else suite(text, own))
     ]
-    variants = {name: parsed.get(name) or comparison.Variant.parse(name) for name in names}
+    variants = {name: parsed.get(name) or Variant.parse(name) for name in names}
     for option in ("match", "match_score", "match_random"):
         name = getattr(arguments, option)
         if name is not None and name not in variants:
@@ -608,29 +611,29 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.match_random is not None:
         variants[arguments.match_random].with_random_access(1.0, 0)  # refuses what is not lown
     folder, sizes = arguments.output, {"limit": arguments.limit, "batch": arguments.batch}
-    rows = comparison.compare(vlm, list(variants.values()), folder, **sizes)
+    rows = compare(vlm, list(variants.values()), folder, **sizes)
     matches = []
     if arguments.match_random is not None:
         name = arguments.match_random
-        drawn = comparison.random_access(rows, variants[name])
+        drawn = random_access(rows, variants[name])
         variants.update({variant.name: variant for variant in drawn})
-        rows = comparison.compare(vlm, list(variants.values()), folder, **sizes)
+        rows = compare(vlm, list(variants.values()), folder, **sizes)
         rivals = [row for row in rows if row["name"] in {variant.name for variant in drawn}]
         matches.append({"variant": name, "by": "random", "match": [r["name"] for r in rivals]})
     for by, name, find in (
-        ("cost", arguments.match, comparison.matched),
-        ("score", arguments.match_score, comparison.matched_score),
+        ("cost", arguments.match, matched),
+        ("score", arguments.match_score, matched_score),
     ):
         if name is not None:
             rival = find(rows, name)
             matches.append({"variant": name, "by": by, "match": rival and rival["name"]})
-    comparison.save(folder, rows, matches)
-    print(comparison.render(rows))
+    tables.save(folder, rows, matches)
+    print(tables.render(rows))
     for match in matches:
-        print(comparison.describe_match(rows, match))
+        print(describe_match(rows, match))
     if arguments.plot:
         for suffix in ("png", "svg"):
-            comparison.draw(rows, folder / f"plot.{suffix}")
+            tables.draw(rows, folder / f"plot.{suffix}")
     return 0
 
 
@@ -664,7 +667,7 @@ def _add_tune(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from dlm_decode.eval import compare as comparison
+    from dlm_decode.eval.tables import render
     from dlm_decode.eval.tune import tune
 
     result = tune(
@@ -675,7 +678,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         limit=arguments.limit,
         batch=arguments.batch,
     )
-    print(comparison.render(result["rows"]))
+    print(render(result["rows"]))
     print(
         f"cheapest by {result['by']} that keeps {result['keep']:.1%} of the score: "
         f"{result['chosen']['name']}"
@@ -712,7 +715,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     import torch
 
     from dlm_decode.eval import bench
-    from dlm_decode.eval.compare import Variant
+    from dlm_decode.eval.variants import Variant
 
     names = ("hidden_size", "num_layers", "visual_side", "num_text", "gen_length", "steps")
     size = bench.BenchSize(**{name: getattr(arguments, name) for name in names})
@@ -806,27 +809,14 @@ def _analyse(arguments: argparse.Namespace) -> int:
 
 
 def _add_cost(commands: Any) -> None:
-    text = "Analytic decoder cost of FULL and TEXT_ONLY forwards at published sizes."
-    parser = _command(commands, "cost", text, _cost)
-    parser.add_argument(
-        "--text", type=int, default=60, help="text tokens of the prompt (default 60)"
+    from dlm_decode.cost.command import add_arguments, run
+
+    text = (
+        "Costs at published sizes, by formula: of a diffusion model's forwards with and without "
+        "the picture, of an autoregressive model's response with and without stages, and papers' "
+        "tables recomputed."
     )
-    parser.add_argument("--gen-length", type=int, default=128, help="canvas length (default 128)")
-
-
-def _cost(arguments: argparse.Namespace) -> int:
-    from dlm_decode.cost import PUBLISHED, forward_flops
-
-    if arguments.text < 1 or arguments.gen_length < 1:
-        raise InvalidInputError("--text and --gen-length must be at least 1.")
-    short = arguments.text + arguments.gen_length
-    print(f"{'model and input':<40} {'visual':>6} {'share':>6} {'FULL TFLOPs':>12} {'rho':>6}")
-    for name, (geometry, num_visual) in PUBLISHED.items():
-        total = short + num_visual
-        full, text = (forward_flops(geometry, length, length) for length in (total, short))
-        share = num_visual / total
-        print(f"{name:<40} {num_visual:>6} {share:>6.1%} {full / 1e12:>12.2f} {text / full:>6.1%}")
-    return 0
+    add_arguments(_command(commands, "cost", text, run))
 
 
 def _add_train(commands: Any, is_training: bool) -> None:

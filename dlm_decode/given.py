@@ -10,6 +10,7 @@ import torch
 
 from dlm_decode.canvas import Canvas, Prompt
 from dlm_decode.errors import InvalidInputError
+from dlm_decode.infill import template_ids
 from dlm_decode.models.special_ids import SpecialIds
 from dlm_decode.settings import Settings
 
@@ -74,11 +75,17 @@ class GivenIds:
         return ids
 
     def prefill(self, value: Any) -> Prefill:
-        """One entry for every row, or a list with one per row."""
+        """One entry for every row, or a list with one per row; texts may hold marks."""
         is_list = isinstance(value, (list, tuple))
         if is_list and not all(isinstance(entry, int) for entry in value):
-            return [self.ids(entry, "prefill") for entry in value]
-        return self.ids(value, "prefill")
+            return [self.ids(self._unmarked(entry), "prefill") for entry in value]
+        return self.ids(self._unmarked(value), "prefill")
+
+    def _unmarked(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        encode = self.require_processor("prefill as text").encode
+        return template_ids(value, encode, self.special_ids)
 
     def template_length(self, prefill: Prefill) -> int | None:
         """Canvas length that a template implies; `None` where nothing given holds a mask id."""

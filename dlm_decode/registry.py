@@ -181,6 +181,8 @@ def _parse_options(text: str, spec: str) -> dict[str, Any]:
             raise InvalidInputError(
                 f"cannot read {part!r} in {spec!r}; write name:key=value,key=value."
             )
+        if key.strip() in options:
+            raise InvalidInputError(f"{key.strip()!r} stands twice in {spec!r}; give it once.")
         try:
             options[key.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):

@@ -106,7 +106,7 @@ class DiffusionVlm:
         videos: Any = None,
         *,
         sampler: Sampler | str = "baseline",
-        stages: Sequence[Stage | str] = (),
+        stages: Sequence[Stage | str] | Stage | str | None = (),
         cache: CachePolicy | str | None = None,
         gen_length: int | None = None,
         steps: int | None = None,
@@ -186,6 +186,8 @@ class DiffusionVlm:
             prefill: text or ids that the canvas starts from; mask ids in it are decoded, everything
                 else is kept (infilling). For a batch a list with one entry per row. A prefill with
                 mask ids is a template: without `gen_length`, the canvas is as long as the longest.
+                In text `<mask:4>` is a hole of four tokens, and `<infill:4>`, for LaViDa's
+                infilling checkpoint, one of at most four; see `dlm_decode.infill`.
             suppress_token_ids: further ids that are never proposed.
             streamer: object with `put`, `put_draft` and `end`, as transformers'
                 `TextDiffusionStreamer`; one row only.
@@ -212,7 +214,7 @@ class DiffusionVlm:
         """
         began = time.perf_counter()
         chosen_sampler = samplers.make(sampler)
-        chosen_stages = [vision.make(stage) for stage in stages]
+        chosen_stages = vision.make_all(stages)
         attention_stage = _attention_stage(chosen_stages)
         chosen_cache = _cache_policy(cache, chosen_sampler)
         given = self._given
@@ -491,7 +493,10 @@ class DiffusionVlm:
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """Text of a response; the ids without a tokenizer."""
-        return " ".join(map(str, ids)) if self.processor is None else self.processor.decode(ids)
+        if self.processor is None:
+            return " ".join(map(str, ids))
+        unwritten = self.model.special_ids.unwritten
+        return self.processor.decode([token for token in ids if token not in unwritten])
 
     def _run_record(
         self,
@@ -563,7 +568,7 @@ class DiffusionVlm:
         texts = (
             None
             if self.processor is None
-            else [self.processor.decode(response) for response in responses]
+            else [self.decode_text(response) for response in responses]
         )
         positions = tuple(stop if stop < width else None for stop in stops)
         trajectory.end = {

@@ -21,7 +21,7 @@ from dlm_decode.models.llava_llada import LlavaLLaDAModelLM
 from dlm_decode.vlm import DiffusionVlm
 
 if TYPE_CHECKING:
-    from dlm_decode.eval.compare import Variant
+    from dlm_decode.eval.variants import Variant
 
 __all__ = ["BenchSize", "bench", "machine", "random_vlm", "render"]
 

@@ -294,8 +294,7 @@ def check_options(options: dict[str, Any]) -> None:
     """
     from dlm_decode import vision
 
-    for stage in options.get("stages") or ():
-        vision.make(stage)
+    vision.make_all(options.get("stages"))
     given = _lengths(options)
     if given.get("gen_length") is None:  # the model's own decides what the others may be
         for name in ("steps", "block_length", "steps_per_block", "step_ratio"):
@@ -321,7 +320,7 @@ def settings_of(
         "data": task.data,
         "dtype": str(vlm.model.dtype).removeprefix("torch."),
         "sampler": describe(samplers.make(options.get("sampler") or "baseline")),
-        "stages": [describe(vision.make(stage)) for stage in options.get("stages") or ()],
+        "stages": [describe(stage) for stage in vision.make_all(options.get("stages"))],
         "cache": policy if policy in (None, "none") else describe(cache.make(policy)),
         "options": {
             name: describe(value) if is_dataclass(value) else value

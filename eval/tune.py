@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.eval.compare import Variant, compare, fewer_steps, payable_budgets, save, suite
+from dlm_decode.eval.compare import compare
+from dlm_decode.eval.tables import save
+from dlm_decode.eval.variants import Variant, fewer_steps, payable_budgets, suite
 from dlm_decode.settings import Settings, resolve_settings
 
 if TYPE_CHECKING:

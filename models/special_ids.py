@@ -21,6 +21,9 @@ class SpecialIds:
         pad: fills rows behind their end.
         stop: ids that end a response unless the caller says otherwise.
         suppress: ids that are never proposed.
+        fill: decoded where an infilling model leaves a place empty; not part of the text.
+        infill: follows each gap of an infilling template; not part of the text.
+        infill_end: ends an infilling template.
     """
 
     mask: int
@@ -29,12 +32,20 @@ class SpecialIds:
     pad: int | None = None
     stop: tuple[int, ...] = ()
     suppress: tuple[int, ...] = ()
+    fill: int | None = None
+    infill: int | None = None
+    infill_end: int | None = None
 
     @property
     def padding(self) -> tuple[int, ...]:
         """Ids that fill the canvas behind an answer: end of sequence, padding and stop ids."""
         ids = {self.eos, self.pad, *self.stop}
         return tuple(sorted(token for token in ids if token is not None))
+
+    @property
+    def unwritten(self) -> tuple[int, ...]:
+        """Ids of infilling, which are not part of a response's text."""
+        return tuple(token for token in (self.fill, self.infill) if token is not None)
 
 
 _LLADA = SpecialIds(mask=126336, bos=126080, eos=126081, pad=126081, stop=(126081, 126348))
@@ -48,7 +59,7 @@ _DREAM = SpecialIds(mask=151666, eos=151643, pad=151643, stop=(151643, 151645))
 OFFICIAL: dict[str, SpecialIds] = {
     "llada": _LLADA,
     # LaViDa's official program forbids nothing and stops nowhere.
-    "lavida_llada": _LLADA,
+    "lavida_llada": replace(_LLADA, fill=126086, infill=126085, infill_end=126348),
     "llava_dream": _DREAM,
     "llava_llada": _LLADA_V,
     "llava_llada_video": _LLADA_V,
@@ -62,6 +73,9 @@ _FIELDS = {
     "pad": "pad_token_id",
     "stop": "stop_token_ids",
     "suppress": "suppress_token_ids",
+    "fill": "fill_token_id",
+    "infill": "infill_token_id",
+    "infill_end": "infill_end_token_id",
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 from dlm_decode.cli import main
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.eval.bench import BenchSize, bench, machine, random_vlm, render
-from dlm_decode.eval.compare import Variant
+from dlm_decode.eval.variants import Variant
 
 SIZE = BenchSize(hidden_size=64, num_layers=2, visual_side=3, num_text=5, gen_length=8, steps=4)
 

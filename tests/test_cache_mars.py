@@ -10,7 +10,8 @@ from dlm_decode import cache as caches
 from dlm_decode.cache.base import Clock, Fed, RowShape
 from dlm_decode.cache.frames import FrameAttention, is_bounded, num_pairs
 from dlm_decode.cache.mars import Mars
-from dlm_decode.cost import LLADA_8B, Work, forward_flops, kv_bytes_per_token, layer_flops
+from dlm_decode.cost import Work, forward_flops, kv_bytes_per_token, layer_flops
+from dlm_decode.cost.geometries import LLADA_8B
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.models.llada import rotary
 from dlm_decode.vlm import DiffusionVlm

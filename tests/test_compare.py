@@ -9,23 +9,12 @@ import pytest
 from dlm_decode.cli import main
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval import run_scenes, runner
-from dlm_decode.eval.compare import (
-    SUITES,
-    Variant,
-    compare,
-    draw,
-    matched,
-    matched_score,
-    paired_seconds,
-    random_access,
-    render,
-    share_to_draw,
-    sign_test,
-    suite,
-    to_csv,
-)
+from dlm_decode.eval.compare import compare, paired_seconds, share_to_draw, sign_test
+from dlm_decode.eval.matches import matched, matched_score, random_access
 from dlm_decode.eval.run_scenes import SCENES, evaluate_scenes
 from dlm_decode.eval.runner import Results
+from dlm_decode.eval.tables import draw, render, to_csv
+from dlm_decode.eval.variants import SUITES, Variant, suite
 from dlm_decode.settings import Settings, resolve_settings
 
 VARIANTS = [
@@ -42,6 +31,7 @@ def test_variants_are_read():
     for text, message in (
         ("basline", "Did you mean 'baseline'"),
         ("baseline@stepz=4", "cannot read 'stepz=4'"),
+        ("baseline@steps=4,steps=8", "'steps' stands twice"),
         ("baseline@steps=four", "is no number"),
         ("baseline+strid", "Did you mean 'stride'"),
         ("lown:cache=prefx", "Did you mean 'prefix'"),

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import dlm_decode
 from dlm_decode.cli import main
 from dlm_decode.cost import (
-    LLADA_8B,
     Geometry,
     VisionGeometry,
     Work,
@@ -22,6 +21,7 @@ from dlm_decode.cost import (
     layer_flops,
     vision_flops,
 )
+from dlm_decode.cost.geometries import LLADA_8B
 
 
 def test_flops_equal_those_that_torch_counts():

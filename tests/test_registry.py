@@ -5,7 +5,7 @@ from threading import Barrier, Thread
 import pytest
 
 import dlm_decode
-from dlm_decode import samplers, stages
+from dlm_decode import samplers, stages, vision
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.registry import Registry, describe
 from dlm_decode.samplers.baseline import Baseline
@@ -35,6 +35,7 @@ def test_spec_and_instance():
         ("baseline:remaskin=margin", "Did you mean 'remasking'"),
         ("baseline:remasking=marginal", "Did you mean 'margin'"),
         ("baseline:margin", "name:key=value"),
+        ("baseline:alg_temp=0.5, alg_temp =0.2", "'alg_temp' stands twice"),
         ("BASELINE", "Did you mean 'baseline'"),
         ("lown:guard_exempt_special=maybe", "must be true or false, got 'maybe'"),
         ("fast_dllm:factor=many", "factor must be a number of at least 0"),
@@ -97,3 +98,12 @@ def test_threads_that_load_at_once_all_find_everything():
     for thread in threads:
         thread.join()
     assert found == [["late"]] * 4
+
+
+def test_one_stage_is_a_list_of_one():
+    stride = stages.make("stride:keep_ratio=0.5")
+    assert vision.make_all("stride:keep_ratio=0.5") == vision.make_all(stride) == [stride]
+    assert vision.make_all(None) == vision.make_all(()) == []
+    assert vision.make_all(["stride:keep_ratio=0.5", stride]) == [stride, stride]
+    with pytest.raises(InvalidInputError, match="must be a stage, its name or spec"):
+        vision.make_all(3)  # type: ignore[arg-type]

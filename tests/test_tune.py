@@ -9,9 +9,9 @@ from dlm_decode import cli
 from dlm_decode.cli import build_parser, main
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval import run_scenes, runner, tune
-from dlm_decode.eval.compare import Variant, suite
 from dlm_decode.eval.scene_questions import first_samples, heldout_samples
 from dlm_decode.eval.tune import candidates, choose, command
+from dlm_decode.eval.variants import Variant, suite
 from dlm_decode.settings import Settings
 
 FEW = ["baseline", "baseline@steps=4", "lown", "fast_dllm:threshold=0.5@cache=prefix"]

@@ -486,3 +486,11 @@ def test_streamer_protocol(vlm):
     ]
     assert masks == list(range(7, -1, -1))
     assert recorder.calls[-2][1].tolist() == out.sequences[0].tolist()
+
+
+def test_a_stage_may_stand_alone(vlm):
+    spec = "stride:keep_ratio=0.5"
+    alone = vlm.generate(QUESTION, images=picture(), stages=spec)
+    listed = vlm.generate(QUESTION, images=picture(), stages=[spec])
+    assert alone.trajectory.run["stages"] == listed.trajectory.run["stages"] != []
+    assert vlm.generate(QUESTION, stages=None).trajectory.run["stages"] == []
