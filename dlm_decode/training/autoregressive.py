@@ -25,7 +25,7 @@ from dlm_decode.eval.scene_questions import SceneSample
 from dlm_decode.eval.scenes import COLOURS
 from dlm_decode.training.data import ScenePool
 from dlm_decode.training.questions import ANSWER_WORDS, NUM_PATCHES, VERDICTS, SceneDrawer
-from dlm_decode.training.stages import Stage, accuracy_by_kind, run_stages
+from dlm_decode.training.stages import TrainingStage, accuracy_by_kind, run_stages
 from dlm_decode.training.tower import VISION_CONFIG
 
 __all__ = ["ArDrawer", "ArEncoder", "ArReader", "model_config", "train_ar"]
@@ -171,7 +171,7 @@ class ArDrawer(SceneDrawer):
         super().__init__(pool, features, kind_weights, practises=practises)
         self.encoder = encoder
 
-    def batches(self, stage: Stage, seed: int, step: int) -> list[dict[str, Tensor]]:
+    def batches(self, stage: TrainingStage, seed: int, step: int) -> list[dict[str, Tensor]]:
         """Everything that a training step needs, a function of `(seed, stage, step)`.
 
         Questions without a picture, and those with long texts, are put apart.
@@ -195,7 +195,7 @@ class ArDrawer(SceneDrawer):
         self,
         samples: list[SceneSample],
         rows: np.ndarray,
-        stage: Stage,
+        stage: TrainingStage,
         numbers: np.random.Generator,
         has_image: bool = True,
     ) -> dict[str, Tensor]:
@@ -209,9 +209,7 @@ class ArDrawer(SceneDrawer):
         features, index = self.patches(rows, stage, numbers)
         order = np.tile(np.arange(length), (len(rows), 1))
         order[:, num_head:] += NUM_PATCHES
-        order = np.concatenate(
-            [order[:, :num_head], index + num_head, order[:, num_head:]], axis=1
-        )
+        order = np.concatenate([order[:, :num_head], index + num_head, order[:, num_head:]], axis=1)
         gap = torch.full(index.shape, _IGNORED)
         wide = {
             name: torch.cat([text[name][:, :num_head], gap, text[name][:, num_head:]], dim=1)
@@ -247,7 +245,11 @@ def _step_loss(reader: ArReader, batches: list[dict[str, Tensor]], weights: Tens
 
 @torch.no_grad()
 def greedy_hits(
-    reader: ArReader, drawer: ArDrawer, samples: list[SceneSample], rows: np.ndarray, stage: Stage
+    reader: ArReader,
+    drawer: ArDrawer,
+    samples: list[SceneSample],
+    rows: np.ndarray,
+    stage: TrainingStage,
 ) -> list[bool]:
     """Which questions greedy decoding answers rightly.
 
@@ -270,7 +272,7 @@ def greedy_hits(
 def train_ar(
     drawer: ArDrawer,
     heldout: ArDrawer,
-    stages: list[Stage],
+    stages: list[TrainingStage],
     folder: Path,
     *,
     seed: int = 0,
@@ -294,11 +296,11 @@ def train_ar(
         reader.load_state_dict(start)
     weights = drawer.encoder.weights
 
-    def loss_of(stage: Stage, step: int) -> Tensor:
+    def loss_of(stage: TrainingStage, step: int) -> Tensor:
         own = torch.ones_like(weights) if stage.is_flat else weights
         return _step_loss(reader, drawer.batches(stage, seed, step), own)
 
-    def evaluate(stage: Stage) -> dict[str, float]:
+    def evaluate(stage: TrainingStage) -> dict[str, float]:
         samples, rows = heldout.samples(random.Random("evaluation"), 600)
         return accuracy_by_kind(samples, greedy_hits(reader, heldout, samples, rows, stage))
 

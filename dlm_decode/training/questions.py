@@ -14,7 +14,7 @@ from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
 from dlm_decode.training.data import GRID, NAMES, ScenePool
 
 if TYPE_CHECKING:
-    from dlm_decode.training.stages import Stage
+    from dlm_decode.training.stages import TrainingStage
 
 __all__ = ["ANSWER_WORDS", "NUM_PATCHES", "VERDICTS", "SceneDrawer"]
 
@@ -64,7 +64,7 @@ class SceneDrawer:
         return samples, np.array(rows)
 
     def patches(
-        self, rows: np.ndarray, stage: Stage, numbers: np.random.Generator
+        self, rows: np.ndarray, stage: TrainingStage, numbers: np.random.Generator
     ) -> tuple[Tensor, np.ndarray]:
         """Patches as the stage shows them.
 

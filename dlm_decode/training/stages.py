@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from dlm_decode.eval.scene_questions import SceneSample
 from dlm_decode.training.muon import Muon
 
-__all__ = ["Stage", "accuracy_by_kind", "run_stages"]
+__all__ = ["TrainingStage", "accuracy_by_kind", "run_stages"]
 
 _MUON_RATE = 10.0  # Muon's learning rate, in units of AdamW's
 
 
 @dataclass(frozen=True)
-class Stage:
+class TrainingStage:
     """One stretch of training.
 
     Attributes:
@@ -47,7 +47,7 @@ class Stage:
     is_flat: bool = False
 
 
-StageT = TypeVar("StageT", bound=Stage)
+StageT = TypeVar("StageT", bound=TrainingStage)
 
 
 def run_stages(
@@ -133,7 +133,7 @@ def _optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Op
     return adam, Muon([value for name, value in named.items() if name in hidden], lr=0.0)
 
 
-def _rate(stage: Stage, step: int) -> float:
+def _rate(stage: TrainingStage, step: int) -> float:
     """Warm-up over 3 % of the steps, then a cosine down to `final_rate`."""
     warm = max(1, int(0.03 * stage.steps))
     progress = min(1.0, max(0, step - warm) / max(1, stage.steps - warm))

@@ -76,6 +76,7 @@ class PatchReader(nn.Module):
 
 
 def patch_targets(pool: ScenePool, rows: np.ndarray) -> list[Tensor]:
+    """Labels `(n, 144)` for each head of `PatchReader`."""
     labels = [
         labels[rows]
         for labels in (pool.names, pool.colours, pool.sizes, pool.is_anchor.astype(np.int64))
