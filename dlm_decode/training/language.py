@@ -9,10 +9,8 @@ weighs less, and a share of the samples is fully masked, because decoding starts
 
 from __future__ import annotations
 
-import json
 import random
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +22,17 @@ from torch.nn import functional
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
-from dlm_decode.eval.scene_questions import (
-    EXTRA_KINDS,
-    KINDS,
-    SceneSample,
-    ask,
-    practice_choice,
-    score,
-)
-from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
+from dlm_decode.eval.scene_questions import SceneSample, score
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.predictor import Predictor
 from dlm_decode.samplers.baseline import Baseline
 from dlm_decode.settings import Settings
-from dlm_decode.training.data import GRID, NAMES, SPECIAL_TOKENS, ScenePool
-from dlm_decode.training.muon import Muon
+from dlm_decode.training.data import SPECIAL_TOKENS, ScenePool
+from dlm_decode.training.questions import ANSWER_WORDS, NUM_PATCHES, VERDICTS, SceneDrawer
+from dlm_decode.training.stages import TrainingStage, accuracy_by_kind, run_stages
 
-__all__ = ["CANVAS", "Encoder", "Reader", "Stage", "greedy_answers", "train_language"]
+__all__ = ["CANVAS", "Drawer", "Encoder", "Reader", "Stage", "greedy_answers", "train_language"]
 
 CANVAS = 32
 LANGUAGE_CONFIG = {
@@ -53,38 +44,18 @@ LANGUAGE_CONFIG = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 2048,
 }
-_NUM_PATCHES = GRID * GRID
-_NUM_VISUAL = _NUM_PATCHES + 1  # a newline vector follows the patches
-_CONTENT = {*SHAPES, *COLOURS, *SIZES, *"abcd", *map(str, range(10)), "yes", "no", "nothing"}
-_CONTENT |= {word for place in CELL_NAMES for word in place.split()}
+_NUM_VISUAL = NUM_PATCHES + 1  # a newline vector follows the patches
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One stretch of training.
+class Stage(TrainingStage):
+    """One stretch of training on masked responses.
 
     Attributes:
-        name: for logs and checkpoints.
-        steps: optimizer steps.
-        batch: questions per step.
-        rate: peak learning rate.
-        patches: patches shown for the objects, their anchors first; `None` shows every patch.
-        background: further patches shown, drawn from what is left.
-        final_rate: rate at the end, as a share of `rate`.
         full_share: share of the questions whose whole answer is masked, as decoding begins.
-        is_flat: every word weighs the same. Weights teach faster, but bias answers towards words
-            that weigh more; a flat stage at the end takes that out.
     """
 
-    name: str
-    steps: int
-    batch: int
-    rate: float
-    patches: int | None = None
-    background: int = 0
-    final_rate: float = 0.1
     full_share: float = 0.3
-    is_flat: bool = False
 
 
 class Reader(nn.Module):
@@ -144,9 +115,9 @@ class Encoder:
         self.newline = self.ids["\n"]
         self.weights = torch.full((len(self.ids),), 0.5)
         for word, index in self.ids.items():
-            if word in _CONTENT:
+            if word in ANSWER_WORDS:
                 self.weights[index] = 3.0
-        for word in ("yes", "no", *"abcd"):
+        for word in VERDICTS:
             self.weights[self.ids[word]] = 6.0
         self.weights[: len(SPECIAL_TOKENS)] = 0.05
 
@@ -188,7 +159,7 @@ class Encoder:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-class Drawer:
+class Drawer(SceneDrawer):
     """Draws training batches from a pool whose features are known.
 
     Args:
@@ -208,48 +179,23 @@ class Drawer:
         *,
         practises: bool = False,
     ) -> None:
-        self.pool, self.features, self.encoder = pool, features, encoder
-        self.practises = practises
-        weights = kind_weights or {}
-        self.kinds = [*KINDS, *EXTRA_KINDS]
-        self.kind_weights = [weights.get(kind, 1.0) for kind in self.kinds]
-
-    def samples(self, rng: random.Random, count: int) -> tuple[list[SceneSample], np.ndarray]:
-        """`count` questions and the indices of their scenes; several may share a scene."""
-        samples, rows = [], []
-        while len(samples) < count:
-            row = rng.randrange(len(self.pool))
-            scene = self.pool.scenes[row]
-            kind = "photo" if scene.is_photo else rng.choices(self.kinds, self.kind_weights)[0]
-            is_practice = self.practises and kind == "choice"
-            sample = practice_choice(scene, rng) if is_practice else ask(scene, kind, rng)
-            if sample is not None:
-                samples.append(sample)
-                rows.append(row)
-        return samples, np.array(rows)
+        super().__init__(pool, features, kind_weights, practises=practises)
+        self.encoder = encoder
 
     def visual(
-        self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
+        self,
+        rows: np.ndarray,
+        stage: TrainingStage,
+        has_image: np.ndarray,
+        numbers: np.random.Generator,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Visual tokens as the stage shows them.
 
         Returns:
             Features `(B, v - 1, d)`, rotary positions `(B, v)`, and which are real `(B, v)`.
         """
-        if stage.patches is None:
-            index = np.broadcast_to(np.arange(_NUM_PATCHES), (len(rows), _NUM_PATCHES))
-        else:
-            # Anchors first, then other patches of objects, then background; in random order
-            # within each.
-            order = numbers.random((len(rows), _NUM_PATCHES))
-            order -= self.pool.is_anchor[rows] + (self.pool.names[rows] < len(NAMES)).astype(float)
-            few = np.argpartition(order, stage.patches, axis=1)[:, : stage.patches]
-            order = numbers.random(order.shape)
-            np.put_along_axis(order, few, 2.0, axis=1)
-            rest = np.argpartition(order, stage.background, axis=1)[:, : stage.background]
-            index = np.sort(np.concatenate([few, rest], axis=1), axis=1)
-        features = torch.from_numpy(self.features[rows[:, None], index]).float()
-        ends = np.full((len(rows), 1), _NUM_PATCHES)
+        features, index = self.patches(rows, stage, numbers)
+        ends = np.full((len(rows), 1), NUM_PATCHES)
         positions = torch.from_numpy(np.concatenate([index, ends], axis=1)) + len(self.encoder.head)
         is_real = torch.from_numpy(np.repeat(has_image[:, None], positions.shape[1], axis=1))
         return features, positions, is_real
@@ -299,7 +245,6 @@ class Drawer:
         }
 
 
-_MUON_RATE = 10.0  # Muon's learning rate, in units of AdamW's
 _INPUTS = ("tokens", "positions", "is_real", "features", "visual_index")
 
 
@@ -322,7 +267,7 @@ def greedy_answers(
     drawer: Drawer,
     samples: list[SceneSample],
     rows: np.ndarray,
-    stage: Stage,
+    stage: TrainingStage,
     *,
     has_image: bool = True,
     per_step: int = 2,
@@ -387,11 +332,7 @@ def train_language(
     evaluate_every: int = 500,
     start: dict[str, Tensor] | None = None,
 ) -> Reader:
-    """Runs the stages in order.
-
-    State is saved to `folder/language.pt` at every evaluation, and a run resumes from it. Batches
-    are a function of the step, so a run that was killed and resumed ends with the same weights.
-    Held-out accuracies by kind are appended to `folder/log.jsonl`.
+    """Runs the stages in order; see `run_stages` about saving and resuming.
 
     Args:
         drawer: training questions.
@@ -403,95 +344,27 @@ def train_language(
         evaluate_every: steps between two evaluations.
         start: weights of a `Reader` to begin with; fresh ones otherwise.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "language.pt"
     torch.manual_seed(seed)
     reader = Reader(vocab_size, drawer.features.shape[-1])
     if start is not None:
         reader.load_state_dict(start)
-    saved = torch.load(path, weights_only=True) if path.exists() else None
-    if saved:
-        reader.load_state_dict(saved["model"])
-    for number, stage in enumerate(stages):
-        if saved and saved["stage"] > number:
-            continue
-        optimizers = _optimizers(reader)
-        first = 0
-        if saved and saved["stage"] == number:
-            for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
-            first = saved["step"]
-        weights = drawer.encoder.weights
-        if stage.is_flat:
-            weights = torch.ones_like(weights)
-        began, total = time.time(), 0.0
-        for step in range(first, stage.steps):
-            loss = _step_loss(reader, drawer.batches(stage, seed, step), weights)
-            reader.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
-            for optimizer, factor in zip(optimizers, (1.0, _MUON_RATE), strict=True):
-                for group in optimizer.param_groups:
-                    group["lr"] = factor * _rate(stage, step)
-                optimizer.step()
-            total += loss.item()
-            if (step + 1) % evaluate_every == 0 or step + 1 == stage.steps:
-                states = [optimizer.state_dict() for optimizer in optimizers]
-                state = {"model": reader.state_dict(), "optimizers": states}
-                torch.save({**state, "stage": number, "step": step + 1}, path.with_suffix(".tmp"))
-                path.with_suffix(".tmp").replace(path)
-                mean_loss = total / (step + 1 - first)
-                first, total = step + 1, 0.0
-                entry = {
-                    "stage": asdict(stage),
-                    "step": step + 1,
-                    "seconds": round(time.time() - began, 1),
-                    "loss": round(mean_loss, 4),
-                    "heldout": _evaluate(reader, heldout, stage),
-                }
-                with (folder / "log.jsonl").open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
-                print(
-                    stage.name,
-                    {key: entry[key] for key in ("step", "seconds", "loss", "heldout")},
-                    flush=True,
-                )
-        saved = None
+    weights = drawer.encoder.weights
+
+    def loss_of(stage: Stage, step: int) -> Tensor:
+        own = torch.ones_like(weights) if stage.is_flat else weights
+        return _step_loss(reader, drawer.batches(stage, seed, step), own)
+
+    def evaluate(stage: Stage) -> dict[str, float]:
+        return _evaluate(reader, heldout, stage)
+
+    run_stages(reader, stages, folder, loss_of, evaluate, every=evaluate_every)
     return reader
 
 
-def _optimizers(reader: Reader) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """AdamW for embeddings, head, projector and norms; Muon for the hidden matrices."""
-    named = dict(reader.language.named_parameters())
-    hidden = [name for name in named if ".layers." in name and named[name].ndim == 2]
-    matrices = [named[name] for name in hidden]
-    others = [p for name, p in reader.named_parameters() if name[len("language.") :] not in hidden]
-    adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.02)
-    return adam, Muon(matrices, lr=0.0)
-
-
-def _rate(stage: Stage, step: int) -> float:
-    """Warm-up over 3 % of the steps, then a cosine down to `final_rate`."""
-    warm = max(1, int(0.03 * stage.steps))
-    progress = min(1.0, max(0, step - warm) / max(1, stage.steps - warm))
-    cosine = 0.5 * (1 + np.cos(np.pi * progress))
-    return float(
-        stage.rate
-        * min(1.0, (step + 1) / warm)
-        * (stage.final_rate + (1 - stage.final_rate) * cosine)
-    )
-
-
-def _evaluate(reader: Reader, heldout: Drawer, stage: Stage, count: int = 400) -> dict[str, float]:
-    reader.eval()
+def _evaluate(
+    reader: Reader, heldout: Drawer, stage: TrainingStage, count: int = 400
+) -> dict[str, float]:
     samples, rows = heldout.samples(random.Random("evaluation"), count)
     answers = greedy_answers(reader, heldout, samples, rows, stage)
-    reader.train()
-    by_kind: dict[str, list[bool]] = {}
-    for sample, answer in zip(samples, answers, strict=True):
-        by_kind.setdefault(sample.kind, []).append(score(sample, answer))
-    shares = {kind: round(float(np.mean(hits)), 3) for kind, hits in sorted(by_kind.items())}
-    return {
-        "all": round(float(np.mean([hit for hits in by_kind.values() for hit in hits])), 3),
-        **shares,
-    }
+    hits = [score(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+    return accuracy_by_kind(samples, hits)
