@@ -24,6 +24,7 @@ from torch.nn import functional
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
+from dlm_decode.eval.clips import MOTIONS
 from dlm_decode.eval.scene_questions import KINDS, SceneSample, ask, practice_choice, score
 from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
 from dlm_decode.models.configuration import LLaDAConfig
@@ -49,6 +50,7 @@ LANGUAGE_CONFIG = {
 _NUM_PATCHES = GRID * GRID
 _NUM_VISUAL = _NUM_PATCHES + 1  # a newline vector follows the patches
 _CONTENT = {*SHAPES, *COLOURS, *SIZES, *"abcd", *map(str, range(10)), "yes", "no", "nothing"}
+_CONTENT |= {*MOTIONS}
 _CONTENT |= {word for place in CELL_NAMES for word in place.split()}
 
 
@@ -95,6 +97,11 @@ class Reader(nn.Module):
             LLaDAConfig(**LANGUAGE_CONFIG, vocab_size=vocab_size, mask_token_id=mask)
         )
 
+    def visual(self, features: Tensor, visual_index: Tensor) -> Tensor:
+        """Visual tokens `(B, v, D)`; arguments as in `forward`."""
+        newline = self.newline.expand(len(features), 1, -1)
+        return torch.cat([self.projector(features), newline], dim=1)
+
     def forward(
         self,
         tokens: Tensor,
@@ -112,9 +119,8 @@ class Reader(nn.Module):
             features: `(B, v - 1, d)` tower features; a newline vector is put behind them.
             visual_index: `(B, v)` rotary positions of the visual tokens.
         """
-        text = self.language.embed(tokens)
-        newline = self.newline.expand(len(tokens), 1, -1)
-        embeds = torch.cat([self.projector(features), newline, text], dim=1)
+        visual = self.visual(features, visual_index)
+        embeds = torch.cat([visual, self.language.embed(tokens)], dim=1)
         order = torch.cat([visual_index, positions], dim=1)
         return self.language.hidden_states(embeds, order, is_real)
 
@@ -124,9 +130,12 @@ class Encoder:
 
     Args:
         tokenizer: the tiny model's tokenizer.
+        canvas: positions of a response.
+        ending: what ends every question.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, canvas: int = CANVAS, ending: str = "") -> None:
+        self.canvas, self.ending = canvas, ending
         self.ids: dict[str, int] = tokenizer.get_vocab()
         self.tokenizer = tokenizer
         self.pad, self.mask = self.ids["<|endoftext|>"], self.ids["<|mdm_mask|>"]
@@ -155,22 +164,28 @@ class Encoder:
             gap: `(B,)` rotary positions left free for visual tokens.
 
         Returns:
-            `prompt (B, n)`, `positions (B, n + 32)`, `is_real (B, n + 32)`, `response (B, 32)`.
+            `prompt (B, n)`, `positions (B, n + c)`, `is_real (B, n + c)`, `response (B, c)` with a
+            canvas of c.
         """
-        rows = [[self.newline, *self.words(sample.question), *self.tail] for sample in samples]
+        rows = [
+            [self.newline, *self.words(f"{sample.question} {self.ending}"), *self.tail]
+            for sample in samples
+        ]
         longest = max(map(len, rows))
         num_head, num_prompt = len(self.head), len(self.head) + longest
         prompt = np.full((len(rows), num_prompt), self.pad)
-        response = np.full((len(rows), CANVAS), self.pad)
-        positions = np.zeros((len(rows), num_prompt + CANVAS), dtype=np.int64)
-        is_real = np.zeros((len(rows), num_prompt + CANVAS), dtype=bool)
+        response = np.full((len(rows), self.canvas), self.pad)
+        positions = np.zeros((len(rows), num_prompt + self.canvas), dtype=np.int64)
+        is_real = np.zeros((len(rows), num_prompt + self.canvas), dtype=bool)
         for row, (ids, sample) in enumerate(zip(rows, samples, strict=True)):
             start = longest - len(ids)
             prompt[row, start:] = [*self.head, *ids]
             answer = self.words(sample.answer)
             response[row, : len(answer)] = answer
             positions[row, start : start + num_head] = np.arange(num_head)
-            positions[row, start + num_head :] = np.arange(len(ids) + CANVAS) + num_head + gap[row]
+            positions[row, start + num_head :] = (
+                np.arange(len(ids) + self.canvas) + num_head + gap[row]
+            )
             is_real[row, start:] = True
         arrays = {
             "prompt": prompt,
@@ -191,6 +206,9 @@ class Drawer:
         kind_weights: relative frequency of each kind of question.
         practises: ask choices among fewer options as well.
     """
+
+    num_visual = _NUM_VISUAL
+    score = staticmethod(score)
 
     def __init__(
         self,
@@ -275,21 +293,32 @@ class Drawer:
         gap = np.where(has_image | (numbers.random(len(rows)) < 0.5), _NUM_VISUAL, 0)
         text = self.encoder.batch(samples, gap)
         features, visual_positions, visual_real = self.visual(rows, stage, has_image, numbers)
-        ratio = torch.from_numpy(numbers.random((len(rows), 1)))
-        is_full = torch.from_numpy(numbers.random((len(rows), 1)) < stage.full_share)
-        is_masked = torch.from_numpy(numbers.random(text["response"].shape)) < torch.where(
-            is_full, 1.0, ratio
-        )
-        noisy = torch.where(is_masked, self.encoder.mask, text["response"])
         return {
-            "tokens": torch.cat([text["prompt"], noisy], dim=1),
-            "positions": text["positions"],
+            **text,
+            **noised(text, numbers, self.encoder.mask, stage.full_share),
             "is_real": torch.cat([visual_real, text["is_real"]], dim=1),
             "features": features,
             "visual_index": visual_positions,
-            "response": text["response"],
-            "is_masked": is_masked,
         }
+
+
+def noised(
+    text: dict[str, Tensor], numbers: np.random.Generator, mask: int, full_share: float | np.ndarray
+) -> dict[str, Tensor]:
+    """Prompt and partly masked response as `tokens`, and which positions are masked.
+
+    Args:
+        text: from `Encoder.batch`.
+        numbers: draws the mask ratio of each row, uniform, and the positions.
+        mask: the mask token.
+        full_share: share of the rows that are masked completely, for all rows or for each.
+    """
+    response = text["response"]
+    ratio = torch.from_numpy(numbers.random((len(response), 1)))
+    is_full = torch.from_numpy(numbers.random(len(response)) < full_share)[:, None]
+    is_masked = torch.from_numpy(numbers.random(response.shape)) < torch.where(is_full, 1.0, ratio)
+    noisy = torch.where(is_masked, mask, response)
+    return {"tokens": torch.cat([text["prompt"], noisy], dim=1), "is_masked": is_masked}
 
 
 _MUON_RATE = 10.0  # Muon's learning rate, in units of AdamW's
@@ -325,13 +354,14 @@ def greedy_answers(
     A quick check during training.
     """
     encoder, answers = drawer.encoder, []
-    settings = Settings(CANVAS, CANVAS // per_step, CANVAS)
+    canvas_size = encoder.canvas
+    settings = Settings(canvas_size, canvas_size // per_step, canvas_size)
     for start in range(0, len(samples), 64):
         part, part_rows = samples[start : start + 64], rows[start : start + 64]
-        text = encoder.batch(part, np.full(len(part), _NUM_VISUAL if has_image else 0))
+        text = encoder.batch(part, np.full(len(part), drawer.num_visual if has_image else 0))
         seen = np.full(len(part), has_image)
         visual = drawer.visual(part_rows, stage, seen, np.random.default_rng(0))
-        response = torch.full((len(part), CANVAS), encoder.mask)
+        response = torch.full((len(part), canvas_size), encoder.mask)
         canvas = Canvas.create(response, torch.ones_like(response, dtype=torch.bool))
         predictor = Predictor(
             reader.language,
@@ -351,8 +381,7 @@ def _prompts(
 ) -> list[Prompt]:
     """What the decode loop takes, from what training steps take."""
     num_prompt = text["prompt"].shape[1]
-    newline = reader.newline.expand(len(features), 1, -1)
-    visual = torch.cat([reader.projector(features), newline], dim=1)
+    visual = reader.visual(features, order)
     embeds = torch.cat([visual, reader.language.embed(text["prompt"])], dim=1)
     ids = torch.cat([torch.full(order.shape, IMAGE_TOKEN_ID), text["prompt"]], dim=1)
     positions = torch.cat([order, text["positions"][:, :num_prompt]], dim=1)
@@ -379,6 +408,7 @@ def train_language(
     seed: int = 0,
     evaluate_every: int = 500,
     start: dict[str, Tensor] | None = None,
+    reader: Reader | None = None,
 ) -> Reader:
     """Runs the stages in order.
 
@@ -399,7 +429,8 @@ def train_language(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "language.pt"
     torch.manual_seed(seed)
-    reader = Reader(vocab_size, drawer.features.shape[-1])
+    if reader is None:
+        reader = Reader(vocab_size, drawer.features.shape[-1])
     if start is not None:
         reader.load_state_dict(start)
     saved = torch.load(path, weights_only=True) if path.exists() else None
@@ -475,14 +506,14 @@ def _rate(stage: Stage, step: int) -> float:
     )
 
 
-def _evaluate(reader: Reader, heldout: Drawer, stage: Stage, count: int = 400) -> dict[str, float]:
+def _evaluate(reader: Reader, heldout: Drawer, stage: Stage, count: int = 240) -> dict[str, float]:
     reader.eval()
     samples, rows = heldout.samples(random.Random("evaluation"), count)
     answers = greedy_answers(reader, heldout, samples, rows, stage)
     reader.train()
     by_kind: dict[str, list[bool]] = {}
     for sample, answer in zip(samples, answers, strict=True):
-        by_kind.setdefault(sample.kind, []).append(score(sample, answer))
+        by_kind.setdefault(sample.kind, []).append(heldout.score(sample, answer))
     shares = {kind: round(float(np.mean(hits)), 3) for kind, hits in sorted(by_kind.items())}
     return {
         "all": round(float(np.mean([hit for hits in by_kind.values() for hit in hits])), 3),
