@@ -24,7 +24,7 @@ from dlm_decode.eval.compare import (
     suite,
     to_csv,
 )
-from dlm_decode.eval.run_scenes import SCENES, evaluate_scenes
+from dlm_decode.eval.run_scenes import SCENES, Scenes, evaluate_scenes
 from dlm_decode.eval.runner import Results
 from dlm_decode.settings import Settings, resolve_settings
 
@@ -86,7 +86,7 @@ def test_rows_agree_with_what_ran(vlm, tmp_path):
     with pytest.raises(InvalidInputError, match="each once"):
         compare(vlm, [VARIANTS[0], VARIANTS[0]], tmp_path, limit=1)
     with pytest.raises(InvalidInputError, match="other settings"):
-        compare(vlm, VARIANTS, tmp_path, limit=1, split="train")
+        compare(vlm, VARIANTS, tmp_path, limit=1, task=Scenes("train"))
     for sizes in ({"limit": 0}, {"limit": 4, "batch": 0}):
         with pytest.raises(InvalidInputError, match="at least 1"):
             compare(vlm, VARIANTS, tmp_path / "none", **sizes)

@@ -21,6 +21,7 @@ from dlm_decode.models.anyres import pixels_of
 from dlm_decode.models.visual_layout import pool_frames
 from dlm_decode.training.data import GRID
 from dlm_decode.training.language import Encoder, Reader, Stage, noised
+from dlm_decode.training.tower import VISION_CONFIG
 
 __all__ = ["POOLED", "ClipDrawer", "ClipReader", "encode_clips"]
 
@@ -28,12 +29,23 @@ POOLED = GRID // 2
 _LINE = POOLED + 1  # a newline vector ends every row
 _FRAME = POOLED * _LINE
 _CELL = IMAGE_SIZE / POOLED
-_BLIND_SHARE = 0.12
+_BLIND_SHARE = 0.3  # no video, but the answer up to its letter: practice in looking options up
 _PRACTICE_SHARE = 0.5
+_LOOKUP_SHARE = 0.8
 
 
 class ClipReader(Reader):
-    """As `Reader`, for tokens that are projected and pooled already."""
+    """As `Reader`, for tokens that are projected and pooled already; its projector stays.
+
+    Args:
+        encoder: text to ids.
+        vision_width: of the tower.
+    """
+
+    def __init__(self, encoder: Encoder, vision_width: int = VISION_CONFIG["hidden_size"]) -> None:
+        super().__init__(len(encoder.ids), vision_width)
+        self.num_head = len(encoder.head)
+        self.projector.requires_grad_(False)
 
     def visual(self, features: Tensor, visual_index: Tensor) -> Tensor:
         """The tokens `(B, v, D)`, with the newline vector at the end of every row.
@@ -44,8 +56,6 @@ class ClipReader(Reader):
         """
         is_newline = (visual_index - self.num_head) % _LINE == POOLED
         return torch.where(is_newline[..., None], self.newline, features)
-
-    num_head = 5
 
 
 @torch.inference_mode()
@@ -180,15 +190,22 @@ class ClipDrawer:
         gap = np.where(has_video | (numbers.random(len(rows)) < 0.5), self.num_visual, 0)
         text = self.encoder.batch(samples, gap)
         features, visual_index, visual_real = self.visual(rows, stage, has_video, numbers)
-        # Without a video there is nothing to learn from a response that is masked completely.
-        full_share = np.where(has_video, stage.full_share, 0.1)
+        noisy = noised(text, numbers, self.encoder.mask, stage.full_share)
+        for row in np.flatnonzero(~has_video & (numbers.random(len(rows)) < _LOOKUP_SHARE)):
+            if not samples[row].options:
+                continue
+            letter = len(samples[row].answer.split()) - 2
+            response = text["response"][row]
+            noisy["is_masked"][row] = torch.arange(len(response)) == letter
+            noisy["tokens"][row, -len(response) :] = response
+            noisy["tokens"][row, letter - len(response)] = self.encoder.mask
         if not has_video.any():
             features, visual_index, visual_real = (
                 part[:, :1] for part in (features, visual_index, visual_real)
             )
         return {
             **text,
-            **noised(text, numbers, self.encoder.mask, full_share),
+            **noisy,
             "is_real": torch.cat([visual_real, text["is_real"]], dim=1),
             "features": features,
             "visual_index": visual_index,

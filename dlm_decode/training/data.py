@@ -22,6 +22,7 @@ __all__ = [
     "build_pool",
     "build_tokenizer",
     "pixels_of",
+    "save_tokenizer",
 ]
 
 PATCH_SIZE = 8
@@ -134,10 +135,15 @@ def build_tokenizer(folder: Path) -> None:
 
     Its chat template has no system prompt.
     """
+    words = [*SPECIAL_TOKENS, "\n", "\n\n", "user", "assistant", *vocabulary()]
+    save_tokenizer(folder, words, CHAT_TEMPLATE)
+
+
+def save_tokenizer(folder: Path, words: Sequence[str], chat_template: str) -> None:
+    """Writes a word-level tokenizer; `words` begin with `SPECIAL_TOKENS`, ids are their places."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL_TOKENS, "\n", "\n\n", "user", "assistant", *vocabulary()]
     tokenizer = Tokenizer(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -156,6 +162,6 @@ def build_tokenizer(folder: Path) -> None:
         pad_token="<|endoftext|>",
         mask_token="<|mdm_mask|>",
         unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=True,
     ).save_pretrained(folder)
