@@ -40,7 +40,7 @@ class ClipSample:
 
     Attributes:
         question: as a user would type it, in lower case, its options included.
-        answer: the expected response: a sentence, then the letter of the right option.
+        answer: the expected response: the right option as it is listed, then a sentence.
         kind: key of `KINDS`; of practice questions, see `practice`, `"place"` as well.
         clip: what is asked about.
         options: texts of the options, the first is a; empty for a question without any.
@@ -66,10 +66,10 @@ class ClipSample:
 def score(sample: ClipSample, text: str) -> bool:
     """Whether `text` answers the question.
 
-    The letter that ends it must be the right one; without options, every word must be right.
+    The letter that begins it must be the right one; without options, every word must be right.
     """
     given, wanted = _words(text), _words(sample.answer)
-    return given[-1:] == wanted[-1:] if sample.options else given == wanted
+    return given[:1] == wanted[:1] if sample.options else given == wanted
 
 
 def _words(text: str) -> list[str]:
@@ -142,7 +142,7 @@ def _with_options(
     options = [asked.right, *asked.wrong[: num_options - 1]]
     rng.shuffle(options)
     listing = " ".join(f"{mark} ) {text}" for mark, text in zip(LETTERS, options, strict=False))
-    answer = f"{asked.sentence} : {LETTERS[options.index(asked.right)]} ."
+    answer = f"{LETTERS[options.index(asked.right)]} ) {asked.right} , {asked.sentence} ."
     return ClipSample(f"{asked.question} {listing}", answer, kind, clip, tuple(options))
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from dlm_decode.eval.runner import Sample, Task
 from dlm_decode.eval.scenes import Split
 
-__all__ = ["DEFAULT_LIMIT", "GeneratedTask", "generated_task"]
+__all__ = ["DEFAULT_LIMIT", "GeneratedSample", "GeneratedTask", "generated_task"]
 
 DEFAULT_LIMIT = 1000
 

@@ -95,8 +95,8 @@ def test_questions_have_four_options_one_of_them_right():
     letters = set()
     for sample in samples:
         assert len(set(sample.options)) == 4
-        *sentence, colon, letter, stop = sample.answer.split()
-        assert (colon, stop) == (":", ".")
+        letter, bracket, *rest = sample.answer.split()
+        assert bracket == ")"
         letters.add(letter)
         right = sample.options["abcd".index(letter)]
         clip, question = sample.clip, sample.question
@@ -109,10 +109,12 @@ def test_questions_have_four_options_one_of_them_right():
             assert [name for name, step in named.items() if step == pick(named.values())] == [right]
         else:
             assert right == str(len(clip.objects))
-        assert right in " ".join(sentence)
+        option, sentence = " ".join(rest).split(" , ")
+        assert option == right
+        assert right in sentence
         assert score(sample, sample.answer)
-        assert score(sample, f"so {letter}")
-        assert not score(sample, sample.answer.replace(f": {letter}", ": x"))
+        assert score(sample, f"{letter.upper()}.")
+        assert not score(sample, " ".join(("x", bracket, *rest)))
         assert not score(sample, "")
     assert letters == set("abcd")
 

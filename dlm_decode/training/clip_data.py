@@ -29,7 +29,7 @@ POOLED = GRID // 2
 _LINE = POOLED + 1  # a newline vector ends every row
 _FRAME = POOLED * _LINE
 _CELL = IMAGE_SIZE / POOLED
-_BLIND_SHARE = 0.3  # no video, but the answer up to its letter: practice in looking options up
+_BLIND_SHARE = 0.35  # no video, but the answer up to its letter: practice in looking options up
 _PRACTICE_SHARE = 0.5
 _LOOKUP_SHARE = 0.8
 
@@ -194,11 +194,10 @@ class ClipDrawer:
         for row in np.flatnonzero(~has_video & (numbers.random(len(rows)) < _LOOKUP_SHARE)):
             if not samples[row].options:
                 continue
-            letter = len(samples[row].answer.split()) - 2
             response = text["response"][row]
-            noisy["is_masked"][row] = torch.arange(len(response)) == letter
+            noisy["is_masked"][row] = torch.arange(len(response)) == 0
             noisy["tokens"][row, -len(response) :] = response
-            noisy["tokens"][row, letter - len(response)] = self.encoder.mask
+            noisy["tokens"][row, -len(response)] = self.encoder.mask
         if not has_video.any():
             features, visual_index, visual_real = (
                 part[:, :1] for part in (features, visual_index, visual_real)

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
 from dlm_decode.eval.clips import MOTIONS
+from dlm_decode.eval.generated import GeneratedSample
 from dlm_decode.eval.scene_questions import KINDS, SceneSample, ask, practice_choice, score
 from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
 from dlm_decode.models.configuration import LLaDAConfig
@@ -156,7 +158,7 @@ class Encoder:
         """Ids of a text whose tokens are separated by spaces."""
         return [self.ids[word] for word in text.split()]
 
-    def batch(self, samples: list[SceneSample], gap: np.ndarray) -> dict[str, Tensor]:
+    def batch(self, samples: Sequence[GeneratedSample], gap: np.ndarray) -> dict[str, Tensor]:
         """Text ids, positions and the response of a batch; the prompt is padded on the left.
 
         Args:
@@ -194,6 +196,36 @@ class Encoder:
             "response": response,
         }
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class Questions(Protocol):
+    """What training and its watching ask; `Drawer` has them about scenes.
+
+    Attributes:
+        encoder: text to ids.
+        features: of every picture or clip.
+        num_visual: rotary positions that visual tokens take.
+        score: whether an answer is right.
+    """
+
+    encoder: Encoder
+    features: Any
+    num_visual: int
+    score: Any
+
+    def samples(self, rng: random.Random, count: int) -> tuple[Sequence[Any], np.ndarray]:
+        """`count` questions and the indices of what they are about."""
+        ...
+
+    def visual(
+        self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Features, rotary positions `(B, v)` and which are real `(B, v)`."""
+        ...
+
+    def batches(self, stage: Stage, seed: int, step: int) -> list[dict[str, Tensor]]:
+        """Everything that a training step needs."""
+        ...
 
 
 class Drawer:
@@ -341,8 +373,8 @@ def _step_loss(reader: Reader, batches: list[dict[str, Tensor]], weights: Tensor
 @torch.no_grad()
 def greedy_answers(
     reader: Reader,
-    drawer: Drawer,
-    samples: list[SceneSample],
+    drawer: Questions,
+    samples: Sequence[GeneratedSample],
     rows: np.ndarray,
     stage: Stage,
     *,
@@ -399,8 +431,8 @@ def _prompts(
 
 
 def train_language(
-    drawer: Drawer,
-    heldout: Drawer,
+    drawer: Questions,
+    heldout: Questions,
     stages: list[Stage],
     folder: Path,
     *,
@@ -425,6 +457,7 @@ def train_language(
         seed: of weights and batches.
         evaluate_every: steps between two evaluations.
         start: weights of a `Reader` to begin with; fresh ones otherwise.
+        reader: what is trained; a `Reader` by default.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "language.pt"
@@ -506,7 +539,9 @@ def _rate(stage: Stage, step: int) -> float:
     )
 
 
-def _evaluate(reader: Reader, heldout: Drawer, stage: Stage, count: int = 240) -> dict[str, float]:
+def _evaluate(
+    reader: Reader, heldout: Questions, stage: Stage, count: int = 240
+) -> dict[str, float]:
     reader.eval()
     samples, rows = heldout.samples(random.Random("evaluation"), count)
     answers = greedy_answers(reader, heldout, samples, rows, stage)

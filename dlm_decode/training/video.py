@@ -21,7 +21,7 @@ from dlm_decode.eval.clip_questions import clip_vocabulary
 from dlm_decode.eval.clips import NUM_FRAMES, NUM_STEPS, Clip, generate_clip
 from dlm_decode.training.clip_data import POOLED, ClipDrawer, ClipReader, encode_clips
 from dlm_decode.training.data import save_tokenizer
-from dlm_decode.training.language import Stage, train_language
+from dlm_decode.training.language import Reader, Stage, train_language
 from dlm_decode.training.tiny import (
     TOWER_PREFIX,
     claim,
@@ -75,18 +75,12 @@ def train_video(args: argparse.Namespace) -> int:
     _, start = from_export(source)
     extend_tokenizer(source, work / "tokenizer")
     encoder = read_encoder(work / "tokenizer", CANVAS, ENDING)
-    drawers = []
-    for split, first, count in (
-        ("train", 0, args.clips),
-        ("heldout", FIRST_WATCHED, WATCHED_CLIPS),
-    ):
-        clips = [generate_clip(first + number, split) for number in range(count)]
-        features = _features(work / f"{split}.npy", source, clips)
-        weights = KIND_WEIGHTS if split == "train" else None
-        drawers.append(ClipDrawer(clips, features, encoder, weights))
+    clips = [generate_clip(seed) for seed in range(args.clips)]
+    watched = [generate_clip(FIRST_WATCHED + seed, "heldout") for seed in range(WATCHED_CLIPS)]
     torch.manual_seed(args.seed)
     reader = train_language(
-        *drawers,
+        ClipDrawer(clips, _features(work / "clips.npy", source, clips), encoder, KIND_WEIGHTS),
+        ClipDrawer(watched, _features(work / "watched.npy", source, watched), encoder),
         stages(args.scale),
         work,
         vocab_size=len(encoder.ids),
@@ -138,7 +132,7 @@ def _features(path: Path, source: Path, clips: list[Clip]) -> np.ndarray:
     return features
 
 
-def export_video(folder: Path, source: Path, reader: ClipReader, tokenizer_folder: Path) -> None:
+def export_video(folder: Path, source: Path, reader: Reader, tokenizer_folder: Path) -> None:
     """Writes config, weights, tokenizer and generation defaults, as `tiny.export` does.
 
     Args:
