@@ -92,9 +92,11 @@ def _command(
     return parser
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def _add_model_options(parser: argparse.ArgumentParser, default: str = "tiny") -> None:
     parser.add_argument(
-        "--model", default="tiny", help="shipped model, checkpoint folder or hub id (default: tiny)"
+        "--model",
+        default=default,
+        help=f"shipped model, checkpoint folder or hub id (default: {default})",
     )
     parser.add_argument(
         "--model-type", help="read the folder as this kind of model; see dlm-decode list models"
@@ -412,7 +414,11 @@ def _add_evaluate(commands: Any) -> None:
     scenes = _command(
         tasks, "scenes", "Generated pictures with known answers, held out.", _evaluate
     )
-    scenes.set_defaults(load_task=_scenes)
+    clips = _command(
+        tasks, "clips", "Generated clips: movement, order and counting, four options.", _evaluate
+    )
+    for task in (scenes, clips):
+        task.set_defaults(load_task=_generated)
     ego = _command(
         tasks, "egoschema", "EgoSchema: 500 questions, five options, accuracy.", _evaluate
     )
@@ -431,12 +437,14 @@ def _add_evaluate(commands: Any) -> None:
             type=Path,
             help="folder of the video files, or of folders of frames (default: beside --data)",
         )
-        _add_video_options(task)
         task.add_argument(
             "--instruction", help="line behind the options instead of the usual one; '' for none"
         )
-    for task, limit, batch in ((scenes, 1000, 32), (ego, None, 1), (mlvu, None, 1)):
-        _add_model_options(task)
+    for task in (clips, ego, mlvu):
+        _add_video_options(task)
+    sizes = ((scenes, 1000, 32), (clips, 1000, 32), (ego, None, 1), (mlvu, None, 1))
+    for task, limit, batch in sizes:
+        _add_model_options(task, "tiny-video" if task is clips else "tiny")
         _add_decoding_options(task)
         task.set_defaults(default_limit=limit, default_batch=batch)
         task.add_argument(
@@ -504,7 +512,7 @@ def _apply_preset(arguments: argparse.Namespace) -> None:
         raise UnknownNameError("preset", name, [*PRESETS, *DECODING])
     if not hasattr(arguments, "max_frames"):
         raise InvalidInputError(
-            f"--preset {name} is for questions about videos; use it with egoschema or mlvu."
+            f"--preset {name} is for questions about videos; use it with clips, egoschema or mlvu."
         )
     arguments.preset = None
     has_steps = any(
@@ -515,10 +523,10 @@ def _apply_preset(arguments: argparse.Namespace) -> None:
             setattr(arguments, key, value)
 
 
-def _scenes(arguments: argparse.Namespace) -> Any:
-    from dlm_decode.eval.run_scenes import SCENES
+def _generated(arguments: argparse.Namespace) -> Any:
+    from dlm_decode.eval.generated import generated_task
 
-    return SCENES
+    return generated_task(arguments.task)
 
 
 def _egoschema(arguments: argparse.Namespace) -> Any:
@@ -566,6 +574,11 @@ def _add_compare(commands: Any) -> None:
         "--limit", type=int, default=1000, help="number of questions (default 1000)"
     )
     parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
+    parser.add_argument(
+        "--task",
+        default="scenes",
+        help="scenes, or clips for a model that reads videos (default scenes)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder; a run resumes from it")
     parser.add_argument(
         "--match",
@@ -588,10 +601,12 @@ def _add_compare(commands: Any) -> None:
 def _compare(arguments: argparse.Namespace) -> int:
     from dlm_decode.eval import tables
     from dlm_decode.eval.compare import compare
+    from dlm_decode.eval.generated import generated_task
     from dlm_decode.eval.matches import describe_match, matched, matched_score, random_access
     from dlm_decode.eval.variants import Variant, check_suite, suite
     from dlm_decode.settings import resolve_settings
 
+    task = generated_task(arguments.task)
     given = arguments.settings or []
     parsed = {text: Variant.parse(text) for kind, text in given if kind == "variant"}
     for kind, text in given:
@@ -610,14 +625,15 @@ def _compare(arguments: argparse.Namespace) -> int:
             raise InvalidInputError(f"--{flag} {name!r} is none of the variants.")
     if arguments.match_random is not None:
         variants[arguments.match_random].with_random_access(1.0, 0)  # refuses what is not lown
-    folder, sizes = arguments.output, {"limit": arguments.limit, "batch": arguments.batch}
-    rows = compare(vlm, list(variants.values()), folder, **sizes)
+    folder = arguments.output
+    asked = {"limit": arguments.limit, "batch": arguments.batch, "task": task}
+    rows = compare(vlm, list(variants.values()), folder, **asked)
     matches = []
     if arguments.match_random is not None:
         name = arguments.match_random
         drawn = random_access(rows, variants[name])
         variants.update({variant.name: variant for variant in drawn})
-        rows = compare(vlm, list(variants.values()), folder, **sizes)
+        rows = compare(vlm, list(variants.values()), folder, **asked)
         rivals = [row for row in rows if row["name"] in {variant.name for variant in drawn}]
         matches.append({"variant": name, "by": "random", "match": [r["name"] for r in rivals]})
     for by, name, find in (

@@ -18,9 +18,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.eval.run_scenes import SCENES, question_batches
-from dlm_decode.eval.runner import Results, decoding_settings, settings_of, summarise
-from dlm_decode.eval.scenes import Split
+from dlm_decode.eval.generated import GeneratedTask
+from dlm_decode.eval.run_scenes import SCENES
+from dlm_decode.eval.runner import (
+    Results,
+    batches,
+    check_sizes,
+    decoding_settings,
+    settings_of,
+    summarise,
+)
 from dlm_decode.eval.variants import Variant
 
 if TYPE_CHECKING:
@@ -36,7 +43,7 @@ def compare(
     *,
     limit: int = 1000,
     batch: int = 32,
-    split: Split = "heldout",
+    task: GeneratedTask[Any] = SCENES,
 ) -> list[dict[str, Any]]:
     """Runs every variant over the same questions; others are measured against the first.
 
@@ -48,7 +55,7 @@ def compare(
         folder: one JSON-lines file per variant; a run resumes from them.
         limit: number of questions.
         batch: questions per call.
-        split: of the scenes.
+        task: whose questions.
 
     Returns:
         One row per variant:
@@ -70,16 +77,18 @@ def compare(
     names = [variant.name for variant in variants]
     if not names or len(set(names)) != len(names):
         raise InvalidInputError(f"give at least one variant, each once; got {names}.")
-    parts = question_batches(limit, batch, split)
+    check_sizes(limit, batch)
+    parts = batches(task.samples(limit), batch)
     results = [
         Results(
             Path(folder) / _file_name(variant.name),
             {
                 "variant": variant.name,
-                "split": split,
-                **settings_of(vlm, SCENES, variant.options),
+                "task": task.name,
+                "split": task.split,
+                **settings_of(vlm, task, variant.options),
             },
-            SCENES,
+            task,
         )
         for variant in variants
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dlm_decode.eval.runner import Task, batches, check_sizes, evaluate
+from dlm_decode.eval.generated import DEFAULT_LIMIT, GeneratedTask
+from dlm_decode.eval.runner import batches, check_sizes, evaluate
 from dlm_decode.eval.scene_questions import SceneSample, first_samples, score
 from dlm_decode.eval.scenes import DATA_VERSION, Split
 
@@ -16,18 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SCENES", "Scenes", "evaluate_scenes", "question_batches"]
 
-DEFAULT_LIMIT = 1000
-
 
 @dataclass(frozen=True)
-class Scenes(Task[SceneSample]):
-    """Questions about generated pictures with known answers.
+class Scenes(GeneratedTask[SceneSample]):
+    """Questions about generated pictures with known answers."""
 
-    Args:
-        split: of the scenes.
-    """
-
-    split: Split = "heldout"
     name: ClassVar[str] = "scenes"
 
     @property
@@ -35,9 +29,9 @@ class Scenes(Task[SceneSample]):
         """Version of the generator; the ids of the questions name the split."""
         return DATA_VERSION
 
-    def samples(self, limit: int | None = None) -> Sequence[SceneSample]:
-        """The first `limit` questions, scene after scene; 1000 by default, as there is no last."""
-        return list(first_samples(DEFAULT_LIMIT if limit is None else limit, split=self.split))
+    def first(self, count: int) -> Iterator[SceneSample]:
+        """The first `count` questions, scene after scene."""
+        return first_samples(count, split=self.split)
 
     def media(self, sample: SceneSample) -> dict[str, list[Any]]:
         """The picture."""
@@ -46,10 +40,6 @@ class Scenes(Task[SceneSample]):
     def judge(self, sample: SceneSample, text: str) -> dict[str, Any]:
         """See `score`."""
         return {"is_right": score(sample, text)}
-
-    def expected(self, sample: SceneSample) -> str:
-        """The answer that the model was trained to give."""
-        return sample.answer
 
 
 SCENES = Scenes()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval.compare import compare
+from dlm_decode.eval.run_scenes import Scenes
 from dlm_decode.eval.tables import save
 from dlm_decode.eval.variants import Variant, fewer_steps, payable_budgets, suite
 from dlm_decode.settings import Settings, resolve_settings
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["By", "candidates", "choose", "command", "tune"]
 
 By = Literal["flops", "seconds"]
+CALIBRATION = Scenes("train")
 _COSTS = {"flops": "relative_cost", "seconds": "seconds_ratio"}
 _THRESHOLDS = (0.95, 0.8, 0.7, 0.6, 0.5)
 
@@ -123,7 +125,7 @@ def tune(
         raise UnknownNameError("by", by, get_args(By))
     names = candidates(resolve_settings({}, vlm.generation_defaults))
     variants = {name: Variant.parse(name) for name in names}
-    rows = compare(vlm, list(variants.values()), folder, limit=limit, batch=batch, split="train")
+    rows = compare(vlm, list(variants.values()), folder, limit=limit, batch=batch, task=CALIBRATION)
     save(folder, rows)
     if rows[0]["score"] == 0:
         raise InvalidInputError(
@@ -135,7 +137,7 @@ def tune(
         "keep": keep,
         "by": by,
         "questions": chosen["questions"],
-        "split": "train",
+        "split": CALIBRATION.split,
         "chosen": chosen,
         "reference": rows[0],
         "command": command(variants[chosen["name"]], vlm.name),

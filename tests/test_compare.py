@@ -11,7 +11,7 @@ from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval import run_scenes, runner
 from dlm_decode.eval.compare import compare, paired_seconds, share_to_draw, sign_test
 from dlm_decode.eval.matches import matched, matched_score, random_access
-from dlm_decode.eval.run_scenes import SCENES, evaluate_scenes
+from dlm_decode.eval.run_scenes import SCENES, Scenes, evaluate_scenes
 from dlm_decode.eval.runner import Results
 from dlm_decode.eval.tables import draw, render, to_csv
 from dlm_decode.eval.variants import SUITES, Variant, suite
@@ -76,7 +76,7 @@ def test_rows_agree_with_what_ran(vlm, tmp_path):
     with pytest.raises(InvalidInputError, match="each once"):
         compare(vlm, [VARIANTS[0], VARIANTS[0]], tmp_path, limit=1)
     with pytest.raises(InvalidInputError, match="other settings"):
-        compare(vlm, VARIANTS, tmp_path, limit=1, split="train")
+        compare(vlm, VARIANTS, tmp_path, limit=1, task=Scenes("train"))
     for sizes in ({"limit": 0}, {"limit": 4, "batch": 0}):
         with pytest.raises(InvalidInputError, match="at least 1"):
             compare(vlm, VARIANTS, tmp_path / "none", **sizes)

@@ -25,6 +25,7 @@ __all__ = [
     "build_pool",
     "build_tokenizer",
     "pixels_of",
+    "save_tokenizer",
 ]
 
 PATCH_SIZE = 8
@@ -146,16 +147,21 @@ def build_tokenizer(folder: Path) -> None:
 
     Its chat template has no system prompt.
     """
-    tokenizer = _word_tokenizer(SPECIAL_TOKENS, ("\n", "\n\n", "user", "assistant"))
+    words = ("\n", "\n\n", "user", "assistant", *vocabulary())
+    save_tokenizer(folder, [*SPECIAL_TOKENS, *words], CHAT_TEMPLATE)
+
+
+def save_tokenizer(folder: Path, words: Sequence[str], chat_template: str) -> None:
+    """Writes a word-level tokenizer; `words` begin with `SPECIAL_TOKENS`, ids are their places."""
     _save(
-        tokenizer,
+        _word_tokenizer(words, SPECIAL_TOKENS),
         folder,
         bos_token="<|startoftext|>",
         eos_token="<|endoftext|>",
         pad_token="<|endoftext|>",
         mask_token="<|mdm_mask|>",
         unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
     )
 
 
@@ -166,7 +172,8 @@ def build_ar_tokenizer(folder: Path) -> None:
     """
     from tokenizers import processors
 
-    tokenizer = _word_tokenizer(AR_SPECIAL_TOKENS, ("\n", "user", "assistant", ":"))
+    words = [*AR_SPECIAL_TOKENS, "\n", "user", "assistant", ":", *vocabulary()]
+    tokenizer = _word_tokenizer(words, AR_SPECIAL_TOKENS)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A",
         pair="<s> $A $B",
@@ -185,11 +192,10 @@ def build_ar_tokenizer(folder: Path) -> None:
     )
 
 
-def _word_tokenizer(special: Sequence[str], further: Sequence[str]) -> Any:
-    """Words of the questions, single digits and signs; special tokens first."""
+def _word_tokenizer(words: Sequence[str], special: Sequence[str]) -> Any:
+    """A tokenizer of words, single digits and signs; ids are the places of the words."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-    words = [*special, *further, *vocabulary()]
     tokenizer = Tokenizer(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )

@@ -10,9 +10,10 @@ weighs less, and a share of the samples is fully masked, because decoding starts
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,8 @@ from torch.nn import functional
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
-from dlm_decode.eval.scene_questions import SceneSample, score
+from dlm_decode.eval.generated import GeneratedSample
+from dlm_decode.eval.scene_questions import score
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.predictor import Predictor
@@ -73,6 +75,11 @@ class Reader(nn.Module):
             LLaDAConfig(**LANGUAGE_CONFIG, vocab_size=vocab_size, mask_token_id=mask)
         )
 
+    def visual(self, features: Tensor, visual_index: Tensor) -> Tensor:
+        """Visual tokens `(B, v, D)`; arguments as in `forward`."""
+        newline = self.newline.expand(len(features), 1, -1)
+        return torch.cat([self.projector(features), newline], dim=1)
+
     def forward(
         self,
         tokens: Tensor,
@@ -90,9 +97,8 @@ class Reader(nn.Module):
             features: `(B, v - 1, d)` tower features; a newline vector is put behind them.
             visual_index: `(B, v)` rotary positions of the visual tokens.
         """
-        text = self.language.embed(tokens)
-        newline = self.newline.expand(len(tokens), 1, -1)
-        embeds = torch.cat([self.projector(features), newline, text], dim=1)
+        visual = self.visual(features, visual_index)
+        embeds = torch.cat([visual, self.language.embed(tokens)], dim=1)
         order = torch.cat([visual_index, positions], dim=1)
         return self.language.hidden_states(embeds, order, is_real)
 
@@ -102,9 +108,12 @@ class Encoder:
 
     Args:
         tokenizer: the tiny model's tokenizer.
+        canvas: positions of a response.
+        ending: what ends every question.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, canvas: int = CANVAS, ending: str = "") -> None:
+        self.canvas, self.ending = canvas, ending
         self.ids: dict[str, int] = tokenizer.get_vocab()
         self.tokenizer = tokenizer
         self.pad, self.mask = self.ids["<|endoftext|>"], self.ids["<|mdm_mask|>"]
@@ -125,7 +134,7 @@ class Encoder:
         """Ids of a text whose tokens are separated by spaces."""
         return [self.ids[word] for word in text.split()]
 
-    def batch(self, samples: list[SceneSample], gap: np.ndarray) -> dict[str, Tensor]:
+    def batch(self, samples: Sequence[GeneratedSample], gap: np.ndarray) -> dict[str, Tensor]:
         """Text ids, positions and the response of a batch; the prompt is padded on the left.
 
         Args:
@@ -133,22 +142,28 @@ class Encoder:
             gap: `(B,)` rotary positions left free for visual tokens.
 
         Returns:
-            `prompt (B, n)`, `positions (B, n + 32)`, `is_real (B, n + 32)`, `response (B, 32)`.
+            `prompt (B, n)`, `positions (B, n + c)`, `is_real (B, n + c)`, `response (B, c)` with a
+            canvas of c.
         """
-        rows = [[self.newline, *self.words(sample.question), *self.tail] for sample in samples]
+        rows = [
+            [self.newline, *self.words(f"{sample.question} {self.ending}"), *self.tail]
+            for sample in samples
+        ]
         longest = max(map(len, rows))
         num_head, num_prompt = len(self.head), len(self.head) + longest
         prompt = np.full((len(rows), num_prompt), self.pad)
-        response = np.full((len(rows), CANVAS), self.pad)
-        positions = np.zeros((len(rows), num_prompt + CANVAS), dtype=np.int64)
-        is_real = np.zeros((len(rows), num_prompt + CANVAS), dtype=bool)
+        response = np.full((len(rows), self.canvas), self.pad)
+        positions = np.zeros((len(rows), num_prompt + self.canvas), dtype=np.int64)
+        is_real = np.zeros((len(rows), num_prompt + self.canvas), dtype=bool)
         for row, (ids, sample) in enumerate(zip(rows, samples, strict=True)):
             start = longest - len(ids)
             prompt[row, start:] = [*self.head, *ids]
             answer = self.words(sample.answer)
             response[row, : len(answer)] = answer
             positions[row, start : start + num_head] = np.arange(num_head)
-            positions[row, start + num_head :] = np.arange(len(ids) + CANVAS) + num_head + gap[row]
+            positions[row, start + num_head :] = (
+                np.arange(len(ids) + self.canvas) + num_head + gap[row]
+            )
             is_real[row, start:] = True
         arrays = {
             "prompt": prompt,
@@ -157,6 +172,36 @@ class Encoder:
             "response": response,
         }
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+class Questions(Protocol):
+    """What training and its watching ask; `Drawer` has them about scenes.
+
+    Attributes:
+        encoder: text to ids.
+        features: of every picture or clip.
+        num_visual: rotary positions that visual tokens take.
+        score: whether an answer is right.
+    """
+
+    encoder: Encoder
+    features: Any
+    num_visual: int
+    score: Any
+
+    def samples(self, rng: random.Random, count: int) -> tuple[Sequence[Any], np.ndarray]:
+        """`count` questions and the indices of what they are about."""
+        ...
+
+    def visual(
+        self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Features, rotary positions `(B, v)` and which are real `(B, v)`."""
+        ...
+
+    def batches(self, stage: Stage, seed: int, step: int) -> list[dict[str, Tensor]]:
+        """Everything that a training step needs."""
+        ...
 
 
 class Drawer(SceneDrawer):
@@ -169,6 +214,9 @@ class Drawer(SceneDrawer):
         kind_weights: relative frequency of each kind of question.
         practises: ask choices among fewer options as well.
     """
+
+    num_visual = _NUM_VISUAL
+    score = staticmethod(score)
 
     def __init__(
         self,
@@ -228,21 +276,32 @@ class Drawer(SceneDrawer):
         gap = np.where(has_image | (numbers.random(len(rows)) < 0.5), _NUM_VISUAL, 0)
         text = self.encoder.batch(samples, gap)
         features, visual_positions, visual_real = self.visual(rows, stage, has_image, numbers)
-        ratio = torch.from_numpy(numbers.random((len(rows), 1)))
-        is_full = torch.from_numpy(numbers.random((len(rows), 1)) < stage.full_share)
-        is_masked = torch.from_numpy(numbers.random(text["response"].shape)) < torch.where(
-            is_full, 1.0, ratio
-        )
-        noisy = torch.where(is_masked, self.encoder.mask, text["response"])
         return {
-            "tokens": torch.cat([text["prompt"], noisy], dim=1),
-            "positions": text["positions"],
+            **text,
+            **noised(text, numbers, self.encoder.mask, stage.full_share),
             "is_real": torch.cat([visual_real, text["is_real"]], dim=1),
             "features": features,
             "visual_index": visual_positions,
-            "response": text["response"],
-            "is_masked": is_masked,
         }
+
+
+def noised(
+    text: dict[str, Tensor], numbers: np.random.Generator, mask: int, full_share: float | np.ndarray
+) -> dict[str, Tensor]:
+    """Prompt and partly masked response as `tokens`, and which positions are masked.
+
+    Args:
+        text: from `Encoder.batch`.
+        numbers: draws the mask ratio of each row, uniform, and the positions.
+        mask: the mask token.
+        full_share: share of the rows that are masked completely, for all rows or for each.
+    """
+    response = text["response"]
+    ratio = torch.from_numpy(numbers.random((len(response), 1)))
+    is_full = torch.from_numpy(numbers.random(len(response)) < full_share)[:, None]
+    is_masked = torch.from_numpy(numbers.random(response.shape)) < torch.where(is_full, 1.0, ratio)
+    noisy = torch.where(is_masked, mask, response)
+    return {"tokens": torch.cat([text["prompt"], noisy], dim=1), "is_masked": is_masked}
 
 
 _INPUTS = ("tokens", "positions", "is_real", "features", "visual_index")
@@ -264,8 +323,8 @@ def _step_loss(reader: Reader, batches: list[dict[str, Tensor]], weights: Tensor
 @torch.no_grad()
 def greedy_answers(
     reader: Reader,
-    drawer: Drawer,
-    samples: list[SceneSample],
+    drawer: Questions,
+    samples: Sequence[GeneratedSample],
     rows: np.ndarray,
     stage: TrainingStage,
     *,
@@ -277,13 +336,14 @@ def greedy_answers(
     A quick check during training.
     """
     encoder, answers = drawer.encoder, []
-    settings = Settings(CANVAS, CANVAS // per_step, CANVAS)
+    canvas_size = encoder.canvas
+    settings = Settings(canvas_size, canvas_size // per_step, canvas_size)
     for start in range(0, len(samples), 64):
         part, part_rows = samples[start : start + 64], rows[start : start + 64]
-        text = encoder.batch(part, np.full(len(part), _NUM_VISUAL if has_image else 0))
+        text = encoder.batch(part, np.full(len(part), drawer.num_visual if has_image else 0))
         seen = np.full(len(part), has_image)
         visual = drawer.visual(part_rows, stage, seen, np.random.default_rng(0))
-        response = torch.full((len(part), CANVAS), encoder.mask)
+        response = torch.full((len(part), canvas_size), encoder.mask)
         canvas = Canvas.create(response, torch.ones_like(response, dtype=torch.bool))
         predictor = Predictor(
             reader.language,
@@ -303,8 +363,7 @@ def _prompts(
 ) -> list[Prompt]:
     """What the decode loop takes, from what training steps take."""
     num_prompt = text["prompt"].shape[1]
-    newline = reader.newline.expand(len(features), 1, -1)
-    visual = torch.cat([reader.projector(features), newline], dim=1)
+    visual = reader.visual(features, order)
     embeds = torch.cat([visual, reader.language.embed(text["prompt"])], dim=1)
     ids = torch.cat([torch.full(order.shape, IMAGE_TOKEN_ID), text["prompt"]], dim=1)
     positions = torch.cat([order, text["positions"][:, :num_prompt]], dim=1)
@@ -322,8 +381,8 @@ def _prompts(
 
 
 def train_language(
-    drawer: Drawer,
-    heldout: Drawer,
+    drawer: Questions,
+    heldout: Questions,
     stages: list[Stage],
     folder: Path,
     *,
@@ -331,6 +390,7 @@ def train_language(
     seed: int = 0,
     evaluate_every: int = 500,
     start: dict[str, Tensor] | None = None,
+    reader: Reader | None = None,
 ) -> Reader:
     """Runs the stages in order; see `run_stages` about saving and resuming.
 
@@ -343,9 +403,11 @@ def train_language(
         seed: of weights and batches.
         evaluate_every: steps between two evaluations.
         start: weights of a `Reader` to begin with; fresh ones otherwise.
+        reader: what is trained; a `Reader` by default.
     """
     torch.manual_seed(seed)
-    reader = Reader(vocab_size, drawer.features.shape[-1])
+    if reader is None:
+        reader = Reader(vocab_size, drawer.features.shape[-1])
     if start is not None:
         reader.load_state_dict(start)
     weights = drawer.encoder.weights
@@ -362,9 +424,9 @@ def train_language(
 
 
 def _evaluate(
-    reader: Reader, heldout: Drawer, stage: TrainingStage, count: int = 400
+    reader: Reader, heldout: Questions, stage: Stage, count: int = 400
 ) -> dict[str, float]:
     samples, rows = heldout.samples(random.Random("evaluation"), count)
     answers = greedy_answers(reader, heldout, samples, rows, stage)
-    hits = [score(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+    hits = [heldout.score(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
     return accuracy_by_kind(samples, hits)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dlm_decode.eval.clips import MOTIONS
 from dlm_decode.eval.scene_questions import EXTRA_KINDS, KINDS, SceneSample, ask, practice_choice
 from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
 from dlm_decode.training.data import GRID, NAMES, ScenePool
@@ -21,7 +22,7 @@ __all__ = ["ANSWER_WORDS", "NUM_PATCHES", "VERDICTS", "SceneDrawer"]
 NUM_PATCHES = GRID * GRID
 VERDICTS = ("yes", "no", *"abcd")
 """Words that are the whole answer to a yes-or-no question or a choice."""
-ANSWER_WORDS = {*SHAPES, *COLOURS, *SIZES, *VERDICTS, *map(str, range(10)), "nothing"}
+ANSWER_WORDS = {*SHAPES, *COLOURS, *SIZES, *MOTIONS, *VERDICTS, *map(str, range(10)), "nothing"}
 ANSWER_WORDS |= {word for place in CELL_NAMES for word in place.split()}
 
 
