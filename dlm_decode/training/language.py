@@ -24,7 +24,7 @@ from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
 from dlm_decode.eval.generated import GeneratedSample
-from dlm_decode.eval.scene_questions import score
+from dlm_decode.eval.scene_questions import SceneSample, score
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.predictor import Predictor
