@@ -92,9 +92,11 @@ def _command(
     return parser
 
 
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
+def _add_model_options(parser: argparse.ArgumentParser, default: str = "tiny") -> None:
     parser.add_argument(
-        "--model", default="tiny", help="shipped model, checkpoint folder or hub id (default: tiny)"
+        "--model",
+        default=default,
+        help=f"shipped model, checkpoint folder or hub id (default: {default})",
     )
     parser.add_argument(
         "--model-type", help="read the folder as this kind of model; see dlm-decode list models"
@@ -412,8 +414,12 @@ def _add_evaluate(commands: Any) -> None:
     scenes = _command(
         tasks, "scenes", "Generated pictures with known answers, held out.", _evaluate
     )
-    scenes.set_defaults(load_task=_scenes)
-    _add_kinds(scenes)
+    clips = _command(
+        tasks, "clips", "Generated clips: movement, order and counting, four options.", _evaluate
+    )
+    for task in (scenes, clips):
+        task.set_defaults(load_task=_generated)
+        _add_kinds(task)
     ego = _command(
         tasks, "egoschema", "EgoSchema: 500 questions, five options, accuracy.", _evaluate
     )
@@ -432,12 +438,14 @@ def _add_evaluate(commands: Any) -> None:
             type=Path,
             help="folder of the video files, or of folders of frames (default: beside --data)",
         )
-        _add_video_options(task)
         task.add_argument(
             "--instruction", help="line behind the options instead of the usual one; '' for none"
         )
-    for task, limit, batch in ((scenes, 1000, 32), (ego, None, 1), (mlvu, None, 1)):
-        _add_model_options(task)
+    for task in (clips, ego, mlvu):
+        _add_video_options(task)
+    sizes = ((scenes, 1000, 32), (clips, 1000, 32), (ego, None, 1), (mlvu, None, 1))
+    for task, limit, batch in sizes:
+        _add_model_options(task, "tiny-video" if task is clips else "tiny")
         _add_decoding_options(task)
         task.set_defaults(default_limit=limit, default_batch=batch)
         task.add_argument(
@@ -505,7 +513,7 @@ def _apply_preset(arguments: argparse.Namespace) -> None:
         raise UnknownNameError("preset", name, [*PRESETS, *DECODING])
     if not hasattr(arguments, "max_frames"):
         raise InvalidInputError(
-            f"--preset {name} is for questions about videos; use it with egoschema or mlvu."
+            f"--preset {name} is for questions about videos; use it with clips, egoschema or mlvu."
         )
     arguments.preset = None
     has_steps = any(
@@ -516,10 +524,10 @@ def _apply_preset(arguments: argparse.Namespace) -> None:
             setattr(arguments, key, value)
 
 
-def _scenes(arguments: argparse.Namespace) -> Any:
-    from dlm_decode.eval.run_scenes import Scenes
+def _generated(arguments: argparse.Namespace) -> Any:
+    from dlm_decode.eval.generated import generated_task
 
-    return Scenes(kinds=arguments.kinds)
+    return generated_task(arguments.task, kinds=arguments.kinds)
 
 
 def _add_kinds(parser: argparse.ArgumentParser) -> None:
@@ -528,9 +536,9 @@ def _add_kinds(parser: argparse.ArgumentParser) -> None:
         action="append",
         dest="kinds",
         metavar="KIND",
-        help="only questions of this kind: describe, colour, where, cell, digit, count, exists, "
-        "choice, photo (a picture that is no scene), or list, which is asked only where it is "
-        "named; repeatable (default: all but list)",
+        help="only questions of this kind; of scenes: describe, colour, where, cell, digit, count, "
+        "exists, choice, photo (a picture that is no scene), or list, which is asked only where it "
+        "is named; of clips: movement, order, count; repeatable (default: all but list)",
     )
 
 
@@ -580,6 +588,11 @@ def _add_compare(commands: Any) -> None:
     )
     parser.add_argument("--batch", type=int, default=32, help="questions per batch (default 32)")
     _add_kinds(parser)
+    parser.add_argument(
+        "--task",
+        default="scenes",
+        help="scenes, or clips for a model that reads videos (default scenes)",
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder; a run resumes from it")
     parser.add_argument(
         "--match",
@@ -602,15 +615,15 @@ def _add_compare(commands: Any) -> None:
 def _compare(arguments: argparse.Namespace) -> int:
     from dlm_decode.eval import tables
     from dlm_decode.eval.compare import compare
+    from dlm_decode.eval.generated import generated_task
     from dlm_decode.eval.matches import describe_match, matched, matched_score, random_access
-    from dlm_decode.eval.run_scenes import Scenes
     from dlm_decode.eval.variants import Variant, check_suite, suite
     from dlm_decode.settings import resolve_settings
 
     asked: dict[str, Any] = {
         "limit": arguments.limit,
         "batch": arguments.batch,
-        "task": Scenes(kinds=arguments.kinds),
+        "task": generated_task(arguments.task, kinds=arguments.kinds),
     }
     given = arguments.settings or []
     parsed = {text: Variant.parse(text) for kind, text in given if kind == "variant"}
@@ -688,11 +701,11 @@ def _add_tune(commands: Any) -> None:
 
 
 def _tune(arguments: argparse.Namespace) -> int:
-    from dlm_decode.eval.scene_questions import check_kinds
+    from dlm_decode.eval.run_scenes import Scenes
     from dlm_decode.eval.tables import render
     from dlm_decode.eval.tune import tune
 
-    kinds = check_kinds(arguments.kinds)
+    kinds = Scenes(kinds=arguments.kinds).kinds  # refuses what does not exist, before loading
     result = tune(
         _load(arguments),
         arguments.output,

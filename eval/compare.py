@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.eval.run_scenes import SCENES, Scenes, question_batches
-from dlm_decode.eval.runner import Results, decoding_settings, settings_of, summarise
+from dlm_decode.eval.generated import GeneratedTask
+from dlm_decode.eval.run_scenes import SCENES
+from dlm_decode.eval.runner import (
+    Results,
+    batches,
+    check_sizes,
+    decoding_settings,
+    settings_of,
+    summarise,
+)
 from dlm_decode.eval.variants import Variant
 
 if TYPE_CHECKING:
@@ -35,7 +43,7 @@ def compare(
     *,
     limit: int = 1000,
     batch: int = 32,
-    task: Scenes = SCENES,
+    task: GeneratedTask[Any] = SCENES,
 ) -> list[dict[str, Any]]:
     """Runs every variant over the same questions; others are measured against the first.
 
@@ -47,7 +55,7 @@ def compare(
         folder: one JSON-lines file per variant; a run resumes from them.
         limit: number of questions.
         batch: questions per call.
-        task: what is asked: split of the scenes, and kinds of questions.
+        task: whose questions.
 
     Returns:
         One row per variant:
@@ -69,12 +77,14 @@ def compare(
     names = [variant.name for variant in variants]
     if not names or len(set(names)) != len(names):
         raise InvalidInputError(f"give at least one variant, each once; got {names}.")
-    parts = question_batches(limit, batch, task)
+    check_sizes(limit, batch)
+    parts = batches(task.samples(limit), batch)
     results = [
         Results(
             Path(folder) / _file_name(variant.name),
             {
                 "variant": variant.name,
+                "task": task.name,
                 "split": task.split,
                 **settings_of(vlm, task, variant.options),
             },

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.eval.kinds import check_kinds
 from dlm_decode.eval.scenes import (
     CELL_NAMES,
     COLOURS,
@@ -22,11 +22,11 @@ from dlm_decode.eval.scenes import (
 )
 
 __all__ = [
+    "ALL_KINDS",
     "EXTRA_KINDS",
     "KINDS",
     "SceneSample",
     "ask",
-    "check_kinds",
     "first_samples",
     "heldout_samples",
     "practice_choice",
@@ -318,25 +318,7 @@ A picture that is no scene is asked any of them, as kind `"photo"`.
 EXTRA_KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {"list": _list}
 """Kinds that are asked only where they are named: the others' accuracy does not contain them."""
 
-
-def check_kinds(kinds: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The kinds that are named, each once and in a fixed order; `None` for no choice.
-
-    Raises:
-        UnknownNameError: neither a key of `KINDS` or `EXTRA_KINDS` nor `"photo"`.
-        InvalidInputError: none is named.
-    """
-    if kinds is None:
-        return None
-    known = (*KINDS, "photo", *EXTRA_KINDS)
-    for kind in kinds:
-        if kind not in known:
-            raise UnknownNameError("kind of question", str(kind), known)
-    if not kinds:
-        raise InvalidInputError(
-            f"kinds is empty; name at least one of {', '.join(known)}, or leave it out."
-        )
-    return tuple(kind for kind in known if kind in kinds)
+ALL_KINDS = (*KINDS, "photo", *EXTRA_KINDS)
 
 
 def ask(scene: Scene, kind: str, rng: random.Random) -> SceneSample | None:
@@ -396,7 +378,7 @@ def first_samples(
         UnknownNameError: a kind that does not exist.
         InvalidInputError: no kind at all.
     """
-    check_kinds(kinds)
+    check_kinds(kinds, ALL_KINDS)
     extra = [kind for kind in kinds or () if kind in EXTRA_KINDS]
     seed = 0 if split == "heldout" else _FIRST_CALIBRATION_SEED
     while count > 0:

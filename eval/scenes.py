@@ -25,12 +25,16 @@ import dlm_decode
 
 __all__ = [
     "CELL_NAMES",
+    "CELL_SIZE",
     "COLOURS",
     "DATA_VERSION",
+    "IMAGE_SIZE",
+    "OVERSAMPLING",
     "SHAPES",
     "Scene",
     "SceneObject",
     "Split",
+    "draw_shape",
     "generate_scene",
 ]
 
@@ -60,7 +64,7 @@ CELL_NAMES = (
 )
 Split = Literal["train", "heldout"]
 _HELDOUT_SHARE = 10  # one layout in ten
-_OVERSAMPLING = 3
+OVERSAMPLING = 3
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ def _layout(rng: random.Random, is_dense: bool = False) -> tuple[SceneObject, ..
 def _render(
     objects: tuple[SceneObject, ...], split: Split, rng: random.Random
 ) -> tuple[Image.Image, tuple[tuple[float, float, float, float], ...]]:
-    scale = _OVERSAMPLING
+    scale = OVERSAMPLING
     level = rng.randrange(225, 256) if rng.random() < 0.7 else rng.randrange(20, 60)
     background = tuple(max(0, min(255, level + rng.randrange(-8, 9))) for _ in range(3))
     canvas = Image.new("RGB", (IMAGE_SIZE * scale, IMAGE_SIZE * scale), background)
@@ -193,7 +197,7 @@ def _render(
                 rng.uniform(-8, 8),
             )
         else:
-            _draw_shape(canvas, item.name, (x, y), radius, colour)
+            draw_shape(canvas, item.name, (x, y), radius, colour)
     return canvas.resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX), tuple(boxes)
 
 
@@ -205,24 +209,33 @@ def _paste_digit(
     colour: tuple[int, ...],
     angle: float,
 ) -> None:
-    size = round(2 * radius * _OVERSAMPLING)
+    size = round(2 * radius * OVERSAMPLING)
     ink = Image.fromarray((pixels * 15).clip(0, 255).astype(np.uint8))
     ink = ink.resize((size, size), Image.Resampling.BICUBIC).rotate(
         angle, Image.Resampling.BILINEAR
     )
-    left, top = (round(part * _OVERSAMPLING - size / 2) for part in centre)
+    left, top = (round(part * OVERSAMPLING - size / 2) for part in centre)
     canvas.paste(Image.new("RGB", (size, size), colour), (left, top), ink)
 
 
-def _draw_shape(
+def draw_shape(
     canvas: Image.Image,
     name: str,
     centre: tuple[float, float],
     radius: float,
     colour: tuple[int, ...],
 ) -> None:
+    """Draws one of `SHAPES`; `centre` and `radius` are in pixels of the finished picture.
+
+    Args:
+        canvas: `OVERSAMPLING` times as large as the finished picture.
+        name: of the shape.
+        centre: `(x, y)`.
+        radius: half its extent, roughly.
+        colour: RGB.
+    """
     draw = ImageDraw.Draw(canvas)
-    x, y, r = centre[0] * _OVERSAMPLING, centre[1] * _OVERSAMPLING, radius * _OVERSAMPLING
+    x, y, r = centre[0] * OVERSAMPLING, centre[1] * OVERSAMPLING, radius * OVERSAMPLING
     if name == "circle":
         draw.ellipse((x - r, y - r, x + r, y + r), fill=colour)
     elif name == "square":

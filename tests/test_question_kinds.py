@@ -11,7 +11,7 @@ from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval import run_scenes, tune
 from dlm_decode.eval.run_scenes import SCENES, Scenes, question_batches
 from dlm_decode.eval.runner import report_path
-from dlm_decode.eval.scene_questions import EXTRA_KINDS, KINDS, check_kinds, first_samples
+from dlm_decode.eval.scene_questions import EXTRA_KINDS, KINDS, first_samples
 
 SHORT = ["--limit", "3", "--batch", "3"]
 
@@ -59,7 +59,7 @@ def test_unknown_kinds_are_refused():
     with pytest.raises(UnknownNameError, match="Did you mean 'colour'"):
         next(first_samples(1, ["color"]))
     with pytest.raises(InvalidInputError, match="name at least one of describe"):
-        check_kinds([])
+        Scenes(kinds=[])
 
 
 def test_a_file_of_other_kinds_is_not_resumed(checkpoint, tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +16,16 @@ from dlm_decode.eval.scene_questions import vocabulary
 from dlm_decode.eval.scenes import COLOURS, IMAGE_SIZE, SHAPES, SIZES, Scene, Split, generate_scene
 
 __all__ = [
+    "AR_SPECIAL_TOKENS",
     "GRID",
     "PATCH_SIZE",
     "SPECIAL_TOKENS",
     "ScenePool",
+    "build_ar_tokenizer",
     "build_pool",
     "build_tokenizer",
     "pixels_of",
+    "save_tokenizer",
 ]
 
 PATCH_SIZE = 8
@@ -41,6 +45,15 @@ CHAT_TEMPLATE = (
     "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
     " + message['content'] | trim + '<|eot_id|>' }}"
     "{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+
+AR_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>", "<image>")
+AR_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | upper + ': ' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] if part['type'] == 'image' %}{{ '<image>\n' }}{% endfor %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
+    "{% endif %}{{ ' ' }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
 
@@ -134,10 +147,55 @@ def build_tokenizer(folder: Path) -> None:
 
     Its chat template has no system prompt.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    words = ("\n", "\n\n", "user", "assistant", *vocabulary())
+    save_tokenizer(folder, [*SPECIAL_TOKENS, *words], CHAT_TEMPLATE)
 
-    words = [*SPECIAL_TOKENS, "\n", "\n\n", "user", "assistant", *vocabulary()]
+
+def save_tokenizer(folder: Path, words: Sequence[str], chat_template: str) -> None:
+    """Writes a word-level tokenizer; `words` begin with `SPECIAL_TOKENS`, ids are their places."""
+    _save(
+        _word_tokenizer(words, SPECIAL_TOKENS),
+        folder,
+        bos_token="<|startoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        mask_token="<|mdm_mask|>",
+        unk_token="<unk>",
+        chat_template=chat_template,
+    )
+
+
+def build_ar_tokenizer(folder: Path) -> None:
+    """Writes a word-level tokenizer with LLaVA-1.5's special tokens.
+
+    As there, `<s>` is put before every text, and the chat template leaves it out.
+    """
+    from tokenizers import processors
+
+    words = [*AR_SPECIAL_TOKENS, "\n", "user", "assistant", ":", *vocabulary()]
+    tokenizer = _word_tokenizer(words, AR_SPECIAL_TOKENS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A",
+        pair="<s> $A $B",
+        special_tokens=[("<s>", AR_SPECIAL_TOKENS.index("<s>"))],
+    )
+    _save(
+        tokenizer,
+        folder,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        chat_template=AR_CHAT_TEMPLATE,
+        extra_special_tokens={"image_token": "<image>"},
+        padding_side="left",
+    )
+
+
+def _word_tokenizer(words: Sequence[str], special: Sequence[str]) -> Any:
+    """A tokenizer of words, single digits and signs; ids are the places of the words."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+
     tokenizer = Tokenizer(
         models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )
@@ -147,15 +205,14 @@ def build_tokenizer(folder: Path) -> None:
     pattern = Regex(r"\n\n|\n|[a-z]+|[0-9]|[^\sa-z0-9]")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+        [AddedToken(token, special=True, normalized=False) for token in special]
     )
+    return tokenizer
+
+
+def _save(tokenizer: Any, folder: Path, **settings: Any) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<|startoftext|>",
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        mask_token="<|mdm_mask|>",
-        unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=True,
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=True, **settings
     ).save_pretrained(folder)

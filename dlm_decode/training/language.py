@@ -9,12 +9,11 @@ weighs less, and a share of the samples is fully masked, because decoding starts
 
 from __future__ import annotations
 
-import json
 import random
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,24 +23,18 @@ from torch.nn import functional
 from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
-from dlm_decode.eval.scene_questions import (
-    EXTRA_KINDS,
-    KINDS,
-    SceneSample,
-    ask,
-    practice_choice,
-    score,
-)
-from dlm_decode.eval.scenes import CELL_NAMES, COLOURS, SHAPES, SIZES
+from dlm_decode.eval.generated import GeneratedSample
+from dlm_decode.eval.scene_questions import SceneSample, score
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.predictor import Predictor
 from dlm_decode.samplers.baseline import Baseline
 from dlm_decode.settings import Settings
-from dlm_decode.training.data import GRID, NAMES, SPECIAL_TOKENS, ScenePool
-from dlm_decode.training.muon import Muon
+from dlm_decode.training.data import SPECIAL_TOKENS, ScenePool
+from dlm_decode.training.questions import ANSWER_WORDS, NUM_PATCHES, VERDICTS, SceneDrawer
+from dlm_decode.training.stages import TrainingStage, accuracy_by_kind, run_stages
 
-__all__ = ["CANVAS", "Encoder", "Reader", "Stage", "greedy_answers", "train_language"]
+__all__ = ["CANVAS", "Drawer", "Encoder", "Reader", "Stage", "greedy_answers", "train_language"]
 
 CANVAS = 32
 LANGUAGE_CONFIG = {
@@ -53,38 +46,18 @@ LANGUAGE_CONFIG = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 2048,
 }
-_NUM_PATCHES = GRID * GRID
-_NUM_VISUAL = _NUM_PATCHES + 1  # a newline vector follows the patches
-_CONTENT = {*SHAPES, *COLOURS, *SIZES, *"abcd", *map(str, range(10)), "yes", "no", "nothing"}
-_CONTENT |= {word for place in CELL_NAMES for word in place.split()}
+_NUM_VISUAL = NUM_PATCHES + 1  # a newline vector follows the patches
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One stretch of training.
+class Stage(TrainingStage):
+    """One stretch of training on masked responses.
 
     Attributes:
-        name: for logs and checkpoints.
-        steps: optimizer steps.
-        batch: questions per step.
-        rate: peak learning rate.
-        patches: patches shown for the objects, their anchors first; `None` shows every patch.
-        background: further patches shown, drawn from what is left.
-        final_rate: rate at the end, as a share of `rate`.
         full_share: share of the questions whose whole answer is masked, as decoding begins.
-        is_flat: every word weighs the same. Weights teach faster, but bias answers towards words
-            that weigh more; a flat stage at the end takes that out.
     """
 
-    name: str
-    steps: int
-    batch: int
-    rate: float
-    patches: int | None = None
-    background: int = 0
-    final_rate: float = 0.1
     full_share: float = 0.3
-    is_flat: bool = False
 
 
 class Reader(nn.Module):
@@ -101,6 +74,11 @@ class Reader(nn.Module):
         self.language = LLaDAModelLM(
             LLaDAConfig(**LANGUAGE_CONFIG, vocab_size=vocab_size, mask_token_id=mask)
         )
+
+    def visual(self, features: Tensor, visual_index: Tensor) -> Tensor:
+        """Visual tokens `(B, v, D)`; arguments as in `forward`."""
+        newline = self.newline.expand(len(features), 1, -1)
+        return torch.cat([self.projector(features), newline], dim=1)
 
     def forward(
         self,
@@ -119,9 +97,8 @@ class Reader(nn.Module):
             features: `(B, v - 1, d)` tower features; a newline vector is put behind them.
             visual_index: `(B, v)` rotary positions of the visual tokens.
         """
-        text = self.language.embed(tokens)
-        newline = self.newline.expand(len(tokens), 1, -1)
-        embeds = torch.cat([self.projector(features), newline, text], dim=1)
+        visual = self.visual(features, visual_index)
+        embeds = torch.cat([visual, self.language.embed(tokens)], dim=1)
         order = torch.cat([visual_index, positions], dim=1)
         return self.language.hidden_states(embeds, order, is_real)
 
@@ -131,9 +108,12 @@ class Encoder:
 
     Args:
         tokenizer: the tiny model's tokenizer.
+        canvas: positions of a response.
+        ending: what ends every question.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, canvas: int = CANVAS, ending: str = "") -> None:
+        self.canvas, self.ending = canvas, ending
         self.ids: dict[str, int] = tokenizer.get_vocab()
         self.tokenizer = tokenizer
         self.pad, self.mask = self.ids["<|endoftext|>"], self.ids["<|mdm_mask|>"]
@@ -144,9 +124,9 @@ class Encoder:
         self.newline = self.ids["\n"]
         self.weights = torch.full((len(self.ids),), 0.5)
         for word, index in self.ids.items():
-            if word in _CONTENT:
+            if word in ANSWER_WORDS:
                 self.weights[index] = 3.0
-        for word in ("yes", "no", *"abcd"):
+        for word in VERDICTS:
             self.weights[self.ids[word]] = 6.0
         self.weights[: len(SPECIAL_TOKENS)] = 0.05
 
@@ -154,7 +134,7 @@ class Encoder:
         """Ids of a text whose tokens are separated by spaces."""
         return [self.ids[word] for word in text.split()]
 
-    def batch(self, samples: list[SceneSample], gap: np.ndarray) -> dict[str, Tensor]:
+    def batch(self, samples: Sequence[GeneratedSample], gap: np.ndarray) -> dict[str, Tensor]:
         """Text ids, positions and the response of a batch; the prompt is padded on the left.
 
         Args:
@@ -162,22 +142,28 @@ class Encoder:
             gap: `(B,)` rotary positions left free for visual tokens.
 
         Returns:
-            `prompt (B, n)`, `positions (B, n + 32)`, `is_real (B, n + 32)`, `response (B, 32)`.
+            `prompt (B, n)`, `positions (B, n + c)`, `is_real (B, n + c)`, `response (B, c)` with a
+            canvas of c.
         """
-        rows = [[self.newline, *self.words(sample.question), *self.tail] for sample in samples]
+        rows = [
+            [self.newline, *self.words(f"{sample.question} {self.ending}"), *self.tail]
+            for sample in samples
+        ]
         longest = max(map(len, rows))
         num_head, num_prompt = len(self.head), len(self.head) + longest
         prompt = np.full((len(rows), num_prompt), self.pad)
-        response = np.full((len(rows), CANVAS), self.pad)
-        positions = np.zeros((len(rows), num_prompt + CANVAS), dtype=np.int64)
-        is_real = np.zeros((len(rows), num_prompt + CANVAS), dtype=bool)
+        response = np.full((len(rows), self.canvas), self.pad)
+        positions = np.zeros((len(rows), num_prompt + self.canvas), dtype=np.int64)
+        is_real = np.zeros((len(rows), num_prompt + self.canvas), dtype=bool)
         for row, (ids, sample) in enumerate(zip(rows, samples, strict=True)):
             start = longest - len(ids)
             prompt[row, start:] = [*self.head, *ids]
             answer = self.words(sample.answer)
             response[row, : len(answer)] = answer
             positions[row, start : start + num_head] = np.arange(num_head)
-            positions[row, start + num_head :] = np.arange(len(ids) + CANVAS) + num_head + gap[row]
+            positions[row, start + num_head :] = (
+                np.arange(len(ids) + self.canvas) + num_head + gap[row]
+            )
             is_real[row, start:] = True
         arrays = {
             "prompt": prompt,
@@ -188,7 +174,37 @@ class Encoder:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-class Drawer:
+class Questions(Protocol):
+    """What training and its watching ask; `Drawer` has them about scenes.
+
+    Attributes:
+        encoder: text to ids.
+        features: of every picture or clip.
+        num_visual: rotary positions that visual tokens take.
+        score: whether an answer is right.
+    """
+
+    encoder: Encoder
+    features: Any
+    num_visual: int
+    score: Any
+
+    def samples(self, rng: random.Random, count: int) -> tuple[Sequence[Any], np.ndarray]:
+        """`count` questions and the indices of what they are about."""
+        ...
+
+    def visual(
+        self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Features, rotary positions `(B, v)` and which are real `(B, v)`."""
+        ...
+
+    def batches(self, stage: Stage, seed: int, step: int) -> list[dict[str, Tensor]]:
+        """Everything that a training step needs."""
+        ...
+
+
+class Drawer(SceneDrawer):
     """Draws training batches from a pool whose features are known.
 
     Args:
@@ -199,6 +215,9 @@ class Drawer:
         practises: ask choices among fewer options as well.
     """
 
+    num_visual = _NUM_VISUAL
+    score = staticmethod(score)
+
     def __init__(
         self,
         pool: ScenePool,
@@ -208,48 +227,23 @@ class Drawer:
         *,
         practises: bool = False,
     ) -> None:
-        self.pool, self.features, self.encoder = pool, features, encoder
-        self.practises = practises
-        weights = kind_weights or {}
-        self.kinds = [*KINDS, *EXTRA_KINDS]
-        self.kind_weights = [weights.get(kind, 1.0) for kind in self.kinds]
-
-    def samples(self, rng: random.Random, count: int) -> tuple[list[SceneSample], np.ndarray]:
-        """`count` questions and the indices of their scenes; several may share a scene."""
-        samples, rows = [], []
-        while len(samples) < count:
-            row = rng.randrange(len(self.pool))
-            scene = self.pool.scenes[row]
-            kind = "photo" if scene.is_photo else rng.choices(self.kinds, self.kind_weights)[0]
-            is_practice = self.practises and kind == "choice"
-            sample = practice_choice(scene, rng) if is_practice else ask(scene, kind, rng)
-            if sample is not None:
-                samples.append(sample)
-                rows.append(row)
-        return samples, np.array(rows)
+        super().__init__(pool, features, kind_weights, practises=practises)
+        self.encoder = encoder
 
     def visual(
-        self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
+        self,
+        rows: np.ndarray,
+        stage: TrainingStage,
+        has_image: np.ndarray,
+        numbers: np.random.Generator,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Visual tokens as the stage shows them.
 
         Returns:
             Features `(B, v - 1, d)`, rotary positions `(B, v)`, and which are real `(B, v)`.
         """
-        if stage.patches is None:
-            index = np.broadcast_to(np.arange(_NUM_PATCHES), (len(rows), _NUM_PATCHES))
-        else:
-            # Anchors first, then other patches of objects, then background; in random order
-            # within each.
-            order = numbers.random((len(rows), _NUM_PATCHES))
-            order -= self.pool.is_anchor[rows] + (self.pool.names[rows] < len(NAMES)).astype(float)
-            few = np.argpartition(order, stage.patches, axis=1)[:, : stage.patches]
-            order = numbers.random(order.shape)
-            np.put_along_axis(order, few, 2.0, axis=1)
-            rest = np.argpartition(order, stage.background, axis=1)[:, : stage.background]
-            index = np.sort(np.concatenate([few, rest], axis=1), axis=1)
-        features = torch.from_numpy(self.features[rows[:, None], index]).float()
-        ends = np.full((len(rows), 1), _NUM_PATCHES)
+        features, index = self.patches(rows, stage, numbers)
+        ends = np.full((len(rows), 1), NUM_PATCHES)
         positions = torch.from_numpy(np.concatenate([index, ends], axis=1)) + len(self.encoder.head)
         is_real = torch.from_numpy(np.repeat(has_image[:, None], positions.shape[1], axis=1))
         return features, positions, is_real
@@ -282,24 +276,34 @@ class Drawer:
         gap = np.where(has_image | (numbers.random(len(rows)) < 0.5), _NUM_VISUAL, 0)
         text = self.encoder.batch(samples, gap)
         features, visual_positions, visual_real = self.visual(rows, stage, has_image, numbers)
-        ratio = torch.from_numpy(numbers.random((len(rows), 1)))
-        is_full = torch.from_numpy(numbers.random((len(rows), 1)) < stage.full_share)
-        is_masked = torch.from_numpy(numbers.random(text["response"].shape)) < torch.where(
-            is_full, 1.0, ratio
-        )
-        noisy = torch.where(is_masked, self.encoder.mask, text["response"])
         return {
-            "tokens": torch.cat([text["prompt"], noisy], dim=1),
-            "positions": text["positions"],
+            **text,
+            **noised(text, numbers, self.encoder.mask, stage.full_share),
             "is_real": torch.cat([visual_real, text["is_real"]], dim=1),
             "features": features,
             "visual_index": visual_positions,
-            "response": text["response"],
-            "is_masked": is_masked,
         }
 
 
-_MUON_RATE = 10.0  # Muon's learning rate, in units of AdamW's
+def noised(
+    text: dict[str, Tensor], numbers: np.random.Generator, mask: int, full_share: float | np.ndarray
+) -> dict[str, Tensor]:
+    """Prompt and partly masked response as `tokens`, and which positions are masked.
+
+    Args:
+        text: from `Encoder.batch`.
+        numbers: draws the mask ratio of each row, uniform, and the positions.
+        mask: the mask token.
+        full_share: share of the rows that are masked completely, for all rows or for each.
+    """
+    response = text["response"]
+    ratio = torch.from_numpy(numbers.random((len(response), 1)))
+    is_full = torch.from_numpy(numbers.random(len(response)) < full_share)[:, None]
+    is_masked = torch.from_numpy(numbers.random(response.shape)) < torch.where(is_full, 1.0, ratio)
+    noisy = torch.where(is_masked, mask, response)
+    return {"tokens": torch.cat([text["prompt"], noisy], dim=1), "is_masked": is_masked}
+
+
 _INPUTS = ("tokens", "positions", "is_real", "features", "visual_index")
 
 
@@ -319,10 +323,10 @@ def _step_loss(reader: Reader, batches: list[dict[str, Tensor]], weights: Tensor
 @torch.no_grad()
 def greedy_answers(
     reader: Reader,
-    drawer: Drawer,
-    samples: list[SceneSample],
+    drawer: Questions,
+    samples: Sequence[GeneratedSample],
     rows: np.ndarray,
-    stage: Stage,
+    stage: TrainingStage,
     *,
     has_image: bool = True,
     per_step: int = 2,
@@ -332,13 +336,14 @@ def greedy_answers(
     A quick check during training.
     """
     encoder, answers = drawer.encoder, []
-    settings = Settings(CANVAS, CANVAS // per_step, CANVAS)
+    canvas_size = encoder.canvas
+    settings = Settings(canvas_size, canvas_size // per_step, canvas_size)
     for start in range(0, len(samples), 64):
         part, part_rows = samples[start : start + 64], rows[start : start + 64]
-        text = encoder.batch(part, np.full(len(part), _NUM_VISUAL if has_image else 0))
+        text = encoder.batch(part, np.full(len(part), drawer.num_visual if has_image else 0))
         seen = np.full(len(part), has_image)
         visual = drawer.visual(part_rows, stage, seen, np.random.default_rng(0))
-        response = torch.full((len(part), CANVAS), encoder.mask)
+        response = torch.full((len(part), canvas_size), encoder.mask)
         canvas = Canvas.create(response, torch.ones_like(response, dtype=torch.bool))
         predictor = Predictor(
             reader.language,
@@ -358,8 +363,7 @@ def _prompts(
 ) -> list[Prompt]:
     """What the decode loop takes, from what training steps take."""
     num_prompt = text["prompt"].shape[1]
-    newline = reader.newline.expand(len(features), 1, -1)
-    visual = torch.cat([reader.projector(features), newline], dim=1)
+    visual = reader.visual(features, order)
     embeds = torch.cat([visual, reader.language.embed(text["prompt"])], dim=1)
     ids = torch.cat([torch.full(order.shape, IMAGE_TOKEN_ID), text["prompt"]], dim=1)
     positions = torch.cat([order, text["positions"][:, :num_prompt]], dim=1)
@@ -377,8 +381,8 @@ def _prompts(
 
 
 def train_language(
-    drawer: Drawer,
-    heldout: Drawer,
+    drawer: Questions,
+    heldout: Questions,
     stages: list[Stage],
     folder: Path,
     *,
@@ -386,12 +390,9 @@ def train_language(
     seed: int = 0,
     evaluate_every: int = 500,
     start: dict[str, Tensor] | None = None,
+    reader: Reader | None = None,
 ) -> Reader:
-    """Runs the stages in order.
-
-    State is saved to `folder/language.pt` at every evaluation, and a run resumes from it. Batches
-    are a function of the step, so a run that was killed and resumed ends with the same weights.
-    Held-out accuracies by kind are appended to `folder/log.jsonl`.
+    """Runs the stages in order; see `run_stages` about saving and resuming.
 
     Args:
         drawer: training questions.
@@ -402,96 +403,30 @@ def train_language(
         seed: of weights and batches.
         evaluate_every: steps between two evaluations.
         start: weights of a `Reader` to begin with; fresh ones otherwise.
+        reader: what is trained; a `Reader` by default.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "language.pt"
     torch.manual_seed(seed)
-    reader = Reader(vocab_size, drawer.features.shape[-1])
+    if reader is None:
+        reader = Reader(vocab_size, drawer.features.shape[-1])
     if start is not None:
         reader.load_state_dict(start)
-    saved = torch.load(path, weights_only=True) if path.exists() else None
-    if saved:
-        reader.load_state_dict(saved["model"])
-    for number, stage in enumerate(stages):
-        if saved and saved["stage"] > number:
-            continue
-        optimizers = _optimizers(reader)
-        first = 0
-        if saved and saved["stage"] == number:
-            for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
-            first = saved["step"]
-        weights = drawer.encoder.weights
-        if stage.is_flat:
-            weights = torch.ones_like(weights)
-        began, total = time.time(), 0.0
-        for step in range(first, stage.steps):
-            loss = _step_loss(reader, drawer.batches(stage, seed, step), weights)
-            reader.zero_grad(set_to_none=True)
-            loss.backward()
-            nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
-            for optimizer, factor in zip(optimizers, (1.0, _MUON_RATE), strict=True):
-                for group in optimizer.param_groups:
-                    group["lr"] = factor * _rate(stage, step)
-                optimizer.step()
-            total += loss.item()
-            if (step + 1) % evaluate_every == 0 or step + 1 == stage.steps:
-                states = [optimizer.state_dict() for optimizer in optimizers]
-                state = {"model": reader.state_dict(), "optimizers": states}
-                torch.save({**state, "stage": number, "step": step + 1}, path.with_suffix(".tmp"))
-                path.with_suffix(".tmp").replace(path)
-                mean_loss = total / (step + 1 - first)
-                first, total = step + 1, 0.0
-                entry = {
-                    "stage": asdict(stage),
-                    "step": step + 1,
-                    "seconds": round(time.time() - began, 1),
-                    "loss": round(mean_loss, 4),
-                    "heldout": _evaluate(reader, heldout, stage),
-                }
-                with (folder / "log.jsonl").open("a") as file:
-                    file.write(json.dumps(entry) + "\n")
-                print(
-                    stage.name,
-                    {key: entry[key] for key in ("step", "seconds", "loss", "heldout")},
-                    flush=True,
-                )
-        saved = None
+    weights = drawer.encoder.weights
+
+    def loss_of(stage: Stage, step: int) -> Tensor:
+        own = torch.ones_like(weights) if stage.is_flat else weights
+        return _step_loss(reader, drawer.batches(stage, seed, step), own)
+
+    def evaluate(stage: Stage) -> dict[str, float]:
+        return _evaluate(reader, heldout, stage)
+
+    run_stages(reader, stages, folder, loss_of, evaluate, every=evaluate_every)
     return reader
 
 
-def _optimizers(reader: Reader) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
-    """AdamW for embeddings, head, projector and norms; Muon for the hidden matrices."""
-    named = dict(reader.language.named_parameters())
-    hidden = [name for name in named if ".layers." in name and named[name].ndim == 2]
-    matrices = [named[name] for name in hidden]
-    others = [p for name, p in reader.named_parameters() if name[len("language.") :] not in hidden]
-    adam = torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.98), weight_decay=0.02)
-    return adam, Muon(matrices, lr=0.0)
-
-
-def _rate(stage: Stage, step: int) -> float:
-    """Warm-up over 3 % of the steps, then a cosine down to `final_rate`."""
-    warm = max(1, int(0.03 * stage.steps))
-    progress = min(1.0, max(0, step - warm) / max(1, stage.steps - warm))
-    cosine = 0.5 * (1 + np.cos(np.pi * progress))
-    return float(
-        stage.rate
-        * min(1.0, (step + 1) / warm)
-        * (stage.final_rate + (1 - stage.final_rate) * cosine)
-    )
-
-
-def _evaluate(reader: Reader, heldout: Drawer, stage: Stage, count: int = 400) -> dict[str, float]:
-    reader.eval()
+def _evaluate(
+    reader: Reader, heldout: Questions, stage: Stage, count: int = 400
+) -> dict[str, float]:
     samples, rows = heldout.samples(random.Random("evaluation"), count)
     answers = greedy_answers(reader, heldout, samples, rows, stage)
-    reader.train()
-    by_kind: dict[str, list[bool]] = {}
-    for sample, answer in zip(samples, answers, strict=True):
-        by_kind.setdefault(sample.kind, []).append(score(sample, answer))
-    shares = {kind: round(float(np.mean(hits)), 3) for kind, hits in sorted(by_kind.items())}
-    return {
-        "all": round(float(np.mean([hit for hits in by_kind.values() for hit in hits])), 3),
-        **shares,
-    }
+    hits = [heldout.score(sample, answer) for sample, answer in zip(samples, answers, strict=True)]
+    return accuracy_by_kind(samples, hits)

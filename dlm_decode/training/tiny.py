@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,26 @@ from dlm_decode.training.language import (
 )
 from dlm_decode.training.tower import VISION_CONFIG, PatchReader, encode_pool, train_tower
 
-__all__ = ["add_arguments", "export", "run"]
+__all__ = [
+    "TOWER_PREFIX",
+    "add_arguments",
+    "claim",
+    "export",
+    "from_export",
+    "read_encoder",
+    "run",
+    "state_of",
+    "write_checkpoint",
+]
 
 # What training watches is not what evaluation asks: held-out scenes from here on.
 WATCHED_SCENES = 400
 FIRST_WATCHED = 100_000
-_TOWER_PREFIX = "model.vision_tower."
+TOWER_PREFIX = "model.vision_tower."
+_DEFAULTS = {
+    "picture": {"scenes": 30_000, "dense_scenes": 30_000, "tower_steps": 2000},
+    "video": {"clips": 8000},
+}
 KIND_WEIGHTS = {
     "describe": 1.6,
     "colour": 0.8,
@@ -73,22 +88,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for intermediate state; a run resumes from it (default OUTPUT.work)",
     )
+    parser.add_argument(
+        "--kind",
+        choices=tuple(_DEFAULTS),
+        default="picture",
+        help="picture: a LLaDA-V that answers about scenes; video: a VidLaDA that answers "
+        "about clips, made from the shipped picture model (default picture)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--start",
         type=Path,
-        help="exported folder to continue from, tower included (default: anew)",
+        help="exported folder to continue from, tower included (default: anew; for videos tiny)",
     )
-    parser.add_argument(
-        "--scenes", type=int, default=30_000, help="training scenes (default 30000)"
-    )
-    parser.add_argument(
-        "--dense-scenes",
-        type=int,
-        default=30_000,
-        help="full scenes for the tower only (default 30000)",
-    )
-    parser.add_argument("--tower-steps", type=int, default=2000)
+    texts = {
+        "scenes": "training scenes",
+        "dense_scenes": "full scenes for the tower only",
+        "tower_steps": "steps of the tower's training",
+        "clips": "training clips",
+    }
+    for kind, defaults in _DEFAULTS.items():
+        for name, default in defaults.items():
+            parser.add_argument(
+                f"--{name.replace('_', '-')}",
+                type=int,
+                help=f"{texts[name]}, kind {kind} only (default {default})",
+            )
     parser.add_argument(
         "--scale", type=float, default=1.0, help="multiplies the language-model steps (default 1)"
     )
@@ -99,15 +124,23 @@ def run(args: argparse.Namespace) -> int:
     """Trains, resuming where a killed run stopped, and writes the checkpoint folder.
 
     Raises:
-        InvalidInputError: numbers below what can be trained, or a work folder of other arguments.
+        InvalidInputError: numbers below what can be trained, options of another kind of model, or
+            a work folder of other arguments.
     """
-    if args.scenes < 1 or args.tower_steps < 1 or args.scale <= 0:
-        raise InvalidInputError("--scenes, --tower-steps and --scale must be above 0.")
+    _fill_in(args)
     if args.threads:
         torch.set_num_threads(args.threads)
+    if args.kind == "video":
+        from dlm_decode.training.video import train_video
+
+        return train_video(args)
     work = args.work or args.output.with_name(args.output.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
-    _claim(work / "arguments.json", args)
+    claim(
+        work / "arguments.json",
+        args,
+        ("kind", "seed", "start", "scenes", "dense_scenes", "tower_steps", "scale"),
+    )
     tokenizer_folder = work / "tokenizer"
     build_tokenizer(tokenizer_folder)
     pool = build_pool(args.scenes, "train")
@@ -123,8 +156,8 @@ def run(args: argparse.Namespace) -> int:
             seen, heldout, work / "tower.pt", steps=args.tower_steps, seed=args.seed
         )
     else:
-        tower, start = _from_export(args.start)
-    encoder = _encoder(tokenizer_folder)
+        tower, start = from_export(args.start)
+    encoder = read_encoder(tokenizer_folder)
     reader = train_language(
         Drawer(
             pool,
@@ -145,6 +178,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fill_in(args: argparse.Namespace) -> None:
+    """Defaults of the kind's own numbers; refuses those of other kinds, and what is below 1."""
+    for kind, defaults in _DEFAULTS.items():
+        for name, default in defaults.items():
+            value, option = getattr(args, name), "--" + name.replace("_", "-")
+            if kind != args.kind and value is not None:
+                raise InvalidInputError(
+                    f"{option} is for --kind {kind}; leave it out with --kind {args.kind}."
+                )
+            if kind == args.kind and value is None:
+                setattr(args, name, default)
+            elif value is not None and value < (0 if name == "dense_scenes" else 1):
+                raise InvalidInputError(f"{option} must be above 0, got {value}.")
+    if args.scale <= 0:
+        raise InvalidInputError(f"--scale must be above 0, got {args.scale}.")
+
+
 def _features(path: Path, tower: PatchReader, pool: Any) -> np.ndarray:
     if not path.exists():
         part = path.with_name("part-" + path.name)
@@ -153,13 +203,17 @@ def _features(path: Path, tower: PatchReader, pool: Any) -> np.ndarray:
     return np.load(path, mmap_mode="r")
 
 
-def _claim(path: Path, args: argparse.Namespace) -> None:
+def claim(path: Path, args: argparse.Namespace, names: Sequence[str]) -> None:
     """Refuses to resume what other arguments began.
+
+    Args:
+        path: file of the arguments, in the work folder; written if missing.
+        args: of the command.
+        names: those that the result depends on.
 
     Raises:
         InvalidInputError: the work folder belongs to other arguments.
     """
-    names = ("seed", "start", "scenes", "dense_scenes", "tower_steps", "scale")
     own = {name: str(getattr(args, name)) for name in names}
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != own:
         raise InvalidInputError(
@@ -169,7 +223,7 @@ def _claim(path: Path, args: argparse.Namespace) -> None:
     path.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
 
 
-def _from_export(folder: Path) -> tuple[PatchReader, dict[str, torch.Tensor]]:
+def from_export(folder: Path) -> tuple[PatchReader, dict[str, torch.Tensor]]:
     """The tower and the weights of a `Reader` in an exported folder.
 
     Raises:
@@ -180,7 +234,7 @@ def _from_export(folder: Path) -> tuple[PatchReader, dict[str, torch.Tensor]]:
         raise InvalidInputError(f"--start {str(folder)!r} holds no model.safetensors.")
     state = {key: value.float() for key, value in load_file(path).items()}
     tower = PatchReader()
-    keys = {key: _TOWER_PREFIX + key for key in tower.tower.state_dict()}
+    keys = {key: TOWER_PREFIX + key for key in tower.tower.state_dict()}
     tower.tower.load_state_dict({key: state.pop(name) for key, name in keys.items()})
     names = {"model.image_newline": "newline"}
     names |= {
@@ -189,10 +243,11 @@ def _from_export(folder: Path) -> tuple[PatchReader, dict[str, torch.Tensor]]:
     return tower, {names.get(key, f"language.{key}"): value for key, value in state.items()}
 
 
-def _encoder(folder: Path) -> Encoder:
+def read_encoder(folder: Path, *options: Any) -> Encoder:
+    """The encoder of a saved tokenizer; further arguments are those of `Encoder`."""
     from transformers import PreTrainedTokenizerFast
 
-    return Encoder(PreTrainedTokenizerFast.from_pretrained(folder))
+    return Encoder(PreTrainedTokenizerFast.from_pretrained(folder), *options)
 
 
 def export(folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: Path) -> None:
@@ -206,13 +261,38 @@ def export(folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: P
         reader: trained projector and language model.
         tokenizer_folder: copied from.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {_TOWER_PREFIX + key: value for key, value in tower.tower.state_dict().items()}
-    state |= {
+    state = {TOWER_PREFIX + key: value for key, value in tower.tower.state_dict().items()}
+    config = {"architectures": ["LlavaLLaDAModelLM"], "model_type": "llava_llada"}
+    defaults = {"gen_length": CANVAS, "steps": CANVAS, "block_length": CANVAS}
+    write_checkpoint(folder, {**state, **state_of(reader)}, tokenizer_folder, config, defaults)
+
+
+def state_of(reader: Reader) -> dict[str, torch.Tensor]:
+    """Projector, newline vector and language model under the official key names."""
+    state = {
         f"model.mm_projector.{key}": value for key, value in reader.projector.state_dict().items()
     }
     state["model.image_newline"] = reader.newline.detach()
-    state |= reader.language.state_dict()
+    return state | reader.language.state_dict()
+
+
+def write_checkpoint(
+    folder: Path,
+    state: dict[str, torch.Tensor],
+    tokenizer_folder: Path,
+    config: dict[str, Any],
+    defaults: dict[str, Any],
+) -> None:
+    """Writes a checkpoint folder; weights become float16.
+
+    Args:
+        folder: made if missing.
+        state: weights under the official key names.
+        tokenizer_folder: copied from.
+        config: what `config.json` says about the kind of model, beside the sizes.
+        defaults: generation defaults.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {key: value.half().contiguous() for key, value in state.items()},
         folder / "model.safetensors",
@@ -221,10 +301,9 @@ def export(folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: P
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (tokenizer_folder / file).exists():
             shutil.copy(tokenizer_folder / file, folder / file)
-    ids = _encoder(tokenizer_folder).ids
+    ids = read_encoder(tokenizer_folder).ids
     config = {
-        "architectures": ["LlavaLLaDAModelLM"],
-        "model_type": "llava_llada",
+        **config,
         "dtype": "float32",
         **LANGUAGE_CONFIG,
         "vocab_size": len(ids),
@@ -247,5 +326,4 @@ def export(folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: P
         "vision_config": VISION_CONFIG,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    defaults = {"gen_length": CANVAS, "steps": CANVAS, "block_length": CANVAS}
     (folder / "generation_config.json").write_text(json.dumps(defaults, indent=2) + "\n")

@@ -16,7 +16,15 @@ from dlm_decode.models.configuration import LlavaLLaDAConfig
 from dlm_decode.models.llava_llada import VisionTower
 from dlm_decode.training.data import GRID, NAMES, ScenePool, pixels_of
 
-__all__ = ["VISION_CONFIG", "PatchReader", "encode_pool", "train_tower"]
+__all__ = [
+    "VISION_CONFIG",
+    "PatchReader",
+    "encode_pool",
+    "patch_accuracy",
+    "patch_loss",
+    "patch_targets",
+    "train_tower",
+]
 
 VISION_CONFIG: dict[str, Any] = {
     "hidden_size": 96,
@@ -35,20 +43,40 @@ class PatchReader(nn.Module):
     The heads read name, colour and size, whether the patch is an anchor, and its cell.
     """
 
+    tower: nn.Module
+
     def __init__(self) -> None:
         super().__init__()
-        self.tower = VisionTower(LlavaLLaDAConfig(vision_config=VISION_CONFIG).vision)
+        self.tower = self._tower()
         width = VISION_CONFIG["hidden_size"]
         sizes = (len(NAMES) + 2, len(COLOURS) + 1, len(SIZES) + 2, 2, 9)
         self.heads = nn.ModuleList([nn.Linear(width, size) for size in sizes])
 
+    def _tower(self) -> nn.Module:
+        return VisionTower(LlavaLLaDAConfig(vision_config=VISION_CONFIG).vision)
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """`(n, 144, 96)` states that a projector reads, of `(n, 3, 96, 96)` pixels."""
+        return self.tower(pixels)
+
     def forward(self, pixels: Tensor) -> list[Tensor]:
         """Logits `(n, 144, classes)` of each head."""
-        states = self.tower(pixels)
+        return self._patch_logits(self.features(pixels))
+
+    def _patch_logits(self, states: Tensor) -> list[Tensor]:
         return [head(states) for head in self.heads]
 
+    def accuracy(self, pool: ScenePool) -> dict[str, float]:
+        """Shares that are logged; see `patch_accuracy`."""
+        return patch_accuracy(self, pool)
 
-def _targets(pool: ScenePool, rows: np.ndarray) -> list[Tensor]:
+    def loss(self, pool: ScenePool, rows: np.ndarray) -> Tensor:
+        """What is minimised over the scenes `rows` of a pool."""
+        return patch_loss(self(pixels_of(pool.images[rows])), patch_targets(pool, rows))
+
+
+def patch_targets(pool: ScenePool, rows: np.ndarray) -> list[Tensor]:
+    """Labels `(n, 144)` for each head of `PatchReader`."""
     labels = [
         labels[rows]
         for labels in (pool.names, pool.colours, pool.sizes, pool.is_anchor.astype(np.int64))
@@ -57,7 +85,7 @@ def _targets(pool: ScenePool, rows: np.ndarray) -> list[Tensor]:
     return [torch.from_numpy(array) for array in (*labels, np.tile(cells, (len(rows), 1)))]
 
 
-def _loss(logits: list[Tensor], targets: list[Tensor]) -> Tensor:
+def patch_loss(logits: list[Tensor], targets: list[Tensor]) -> Tensor:
     """Cross-entropy in which patches of things weigh as much as all background.
 
     Among the things, an anchor weighs four times as much as another patch.
@@ -75,7 +103,7 @@ def _loss(logits: list[Tensor], targets: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def accuracy(reader: PatchReader, pool: ScenePool, batch: int = 128) -> dict[str, float]:
+def patch_accuracy(reader: PatchReader, pool: ScenePool, batch: int = 128) -> dict[str, float]:
     """Share of objects whose anchor patch shows the right name, colour and size.
 
     Also the share of digits named rightly (`"digit"`), and of objects' patches that are told apart
@@ -86,7 +114,7 @@ def accuracy(reader: PatchReader, pool: ScenePool, batch: int = 128) -> dict[str
     }
     for start in range(0, len(pool), batch):
         rows = np.arange(start, min(start + batch, len(pool)))
-        targets = _targets(pool, rows)
+        targets = patch_targets(pool, rows)
         logits = reader(pixels_of(pool.images[rows]))
         name, colour, size, anchor, _ = (
             (scores.argmax(-1) == target).numpy()
@@ -113,6 +141,7 @@ def train_tower(
     steps: int,
     schedule_steps: int | None = None,
     start: PatchReader | None = None,
+    kind: type[PatchReader] = PatchReader,
     seed: int = 0,
     batch: int = 64,
     rate: float = 2e-3,
@@ -127,6 +156,7 @@ def train_tower(
         steps: optimizer steps.
         schedule_steps: length of the learning-rate cycle, if longer than `steps`.
         start: weights to begin with; fresh ones otherwise.
+        kind: of tower.
         seed: of weights and batches.
         batch: scenes per step.
         rate: peak learning rate.
@@ -136,7 +166,7 @@ def train_tower(
         The trained reader; a log line with held-out accuracies is printed at each save.
     """
     torch.manual_seed(seed)
-    reader = PatchReader()
+    reader = kind()
     if start is not None:
         reader.load_state_dict(start.state_dict())
     optimizer = torch.optim.AdamW(reader.parameters(), lr=rate, weight_decay=0.02)
@@ -154,7 +184,7 @@ def train_tower(
     began = time.time()
     for step in range(first, steps):
         rows = np.random.default_rng((seed, step)).integers(len(pool), size=batch)
-        loss = _loss(reader(pixels_of(pool.images[rows])), _targets(pool, rows))
+        loss = reader.loss(pool, rows)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(reader.parameters(), 1.0)
@@ -172,7 +202,7 @@ def train_tower(
             seconds = time.time() - began
             print(
                 f"tower step {step + 1} loss {loss.item():.3f} "
-                f"{accuracy(reader, heldout)} {seconds:.0f} s",
+                f"{reader.accuracy(heldout)} {seconds:.0f} s",
                 flush=True,
             )
     return reader
@@ -185,5 +215,5 @@ def encode_pool(reader: PatchReader, pool: ScenePool, batch: int = 128) -> np.nd
     features = np.empty((len(pool), pool.names.shape[1], width), dtype=np.float16)
     for start in range(0, len(pool), batch):
         rows = slice(start, start + batch)
-        features[rows] = reader.tower(pixels_of(pool.images[rows])).half().numpy()
+        features[rows] = reader.features(pixels_of(pool.images[rows])).half().numpy()
     return features
