@@ -272,7 +272,10 @@ class Cost:
         row_forwards: forwards of each row by view.
         row_view_flops: decoder FLOPs of each row by view.
         kept_visual_tokens: visual tokens per row that were still read when the response was done;
-            fewer than `visual_tokens` where a stage pruned in between.
+            fewer than `visual_tokens` where a stage pruned in between. With stages between layers,
+            those that the last layer reads.
+        layer_visual_tokens: visual tokens that each layer read in the newest forward with them, per
+            row; empty without stages between layers.
     """
 
     flops: int
@@ -293,6 +296,7 @@ class Cost:
     row_forwards: tuple[dict[str, int], ...] = ()
     row_view_flops: tuple[dict[str, int], ...] = ()
     kept_visual_tokens: tuple[int, ...] = ()
+    layer_visual_tokens: tuple[tuple[int, ...], ...] = ()
 
     @property
     def relative(self) -> float:
@@ -342,6 +346,11 @@ class Cost:
             "prompt_lengths": list(self.prompt_lengths),
             "visual_tokens": list(self.visual_tokens),
             "kept_visual_tokens": list(self.kept_visual_tokens),
+            **(
+                {"layer_visual_tokens": [list(counts) for counts in self.layer_visual_tokens]}
+                if self.layer_visual_tokens
+                else {}
+            ),
             "seconds_prefill": self.seconds_prefill,
             "seconds_decode": self.seconds_decode,
             "rows": [self._row(row) for row in range(len(self.row_flops))],

@@ -16,14 +16,16 @@ from torch import Tensor
 from dlm_decode.cache.base import FULL_FEED, CachePolicy, Clock, Fed, Feed, Memory, RowShape
 from dlm_decode.canvas import NO_FRAME, Canvas, Prompt
 from dlm_decode.confidence import PreviousLogProb, Proposal, drop_unlikely, propose
-from dlm_decode.cost import CostMeter, attention_row_flops, forward_flops
+from dlm_decode.cost import CostMeter, Work, attention_row_flops, forward_flops, layer_flops
 from dlm_decode.settings import Settings
+from dlm_decode.vision.inside_run import InsideForward, InsideRun
 from dlm_decode.vision.watch import Pruning, Watch
 
 if TYPE_CHECKING:
     from dlm_decode.models.attention import RowProbe
     from dlm_decode.models.base import DiffusionModel
     from dlm_decode.vision.base import AttentionStage
+    from dlm_decode.vision.inside import InsideStage
 
 __all__ = ["FULL", "TEXT_ONLY", "TEXT_ONLY_ORIGINAL", "Prediction", "Predictor", "View"]
 
@@ -126,6 +128,7 @@ class Predictor:
         cache: policy that lets forwards reuse what earlier ones computed, one cache per view;
             `None` recomputes everything.
         stage: prunes each row after its first forward with visual tokens; `None` for no such stage.
+        inside: stages between the layers of forwards with visual tokens.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class Predictor:
         baseline_flops: Sequence[int] | None = None,
         cache: CachePolicy | None = None,
         stage: AttentionStage | None = None,
+        inside: Sequence[InsideStage] = (),
     ) -> None:
         self.model = model
         self.canvas = canvas
@@ -162,6 +166,11 @@ class Predictor:
         self._watch = None
         if stage is not None and request is not None:
             self._watch = Watch(stage, request, self._prompts)
+        self._inside = None
+        if inside:
+            num_layers, num_front = meter.geometry.num_layers, int(model.shift_logits)
+            run = InsideRun(inside, num_layers, self._prompts, num_front)
+            self._inside = run if run.stack.layers else None
         self._lead_embeds = (
             torch.stack([prompt.embeds[prompt.length - lead :] for prompt in prompts])
             if lead
@@ -206,7 +215,16 @@ class Predictor:
     @property
     def kept_visual_tokens(self) -> tuple[int, ...]:
         """Visual tokens of each row that its forwards still read."""
-        return tuple(self._num_visual)
+        if self._inside is None:
+            return tuple(self._num_visual)
+        return tuple(counts[-1] for counts in self.layer_visual_tokens)
+
+    @property
+    def layer_visual_tokens(self) -> tuple[tuple[int, ...], ...]:
+        """Visual tokens that each layer reads, by row; nothing without stages between layers."""
+        if self._inside is None:
+            return ()
+        return tuple(self._inside.visual_tokens(row) for row in range(len(self._prompts)))
 
     @property
     def num_suffix(self) -> int:
@@ -317,10 +335,11 @@ class Predictor:
         asked, index, places = asked[is_fed], index[is_fed], places[is_fed]
         counts = torch.bincount(index, minlength=len(rows)).tolist()
         probe = self._row_probe(view, rows, batch) if is_charged else None
-        if is_charged:
-            self._charge(view, rows, counts, feed, batch, has_probe=probe is not None)
+        inside = self._inside_forward(view, rows, feed, batch, is_charged, cache)
         inputs = (batch.embeds, batch.positions, batch.key_mask)
         extra: dict[str, Any] = {} if probe is None else {"probe": probe}
+        if inside is not None:
+            extra["inside"] = inside
         if cache is None:
             hidden = self.model.hidden_states(*inputs, **extra)
         else:
@@ -329,10 +348,14 @@ class Predictor:
                 cache.keep_last(batch, hidden)
             elif has_front:
                 hidden = cache.with_last(batch, hidden)
+        if is_charged:
+            self._charge(view, rows, counts, feed, batch, probe is not None, inside)
         if probe is not None and self._watch is not None:
             self._watch.take(probe)
         if not len(asked):
             return unanswered
+        # Stages between layers took tokens in front of the canvas away.
+        places = places - (batch.num_fed + int(has_front) - hidden.shape[1])
         index, places = index.to(self.device), places.to(self.device)
         picked = hidden[index, places]
         unconditional = None
@@ -358,6 +381,30 @@ class Predictor:
         if self._watch is None or not view.has_visual or not covers:
             return None
         return self._watch.probe(rows, self.canvas, first, batch.canvas_start, batch.key_mask)
+
+    def _inside_forward(
+        self,
+        view: View,
+        rows: list[int],
+        feed: Feed,
+        batch: _Batch,
+        is_charged: bool,
+        cache: _ViewCache | None,
+    ) -> InsideForward | None:
+        """What acts between the layers of a forward."""
+        if self._inside is None or not view.has_visual:
+            return None
+        return InsideForward(
+            self._inside,
+            rows,
+            self.canvas,
+            batch.padding,
+            batch.positions,
+            batch.canvas_start + self.canvas.width + self.num_suffix,
+            None if feed.is_whole else batch.columns,
+            decides=is_charged,
+            has_cache=cache is not None,
+        )
 
     def end_step(self) -> list[Pruning]:
         """Lets the stage prune the rows that it has seen; the loop calls it after each commit.
@@ -387,8 +434,8 @@ class Predictor:
         counts: Sequence[int],
         feed: Feed,
         batch: _Batch,
-        *,
         has_probe: bool,
+        inside: InsideForward | None,
     ) -> None:
         """Books a forward of some rows, `counts` positions given to the head."""
         self.meter.calls += 1
@@ -408,31 +455,53 @@ class Predictor:
         if has_probe and self._watch is not None:
             asked = [self._watch.num_asked(row) for row in rows]
             layers = self._watch.request.num_layers(self.meter.geometry.num_layers)
-        passes = {view.name: shapes}
+        if inside is not None:
+            works = [inside.works(entry) for entry in range(len(rows))]
+            self._note_works(view, feed, rows, works)
+        else:
+            works = [feed.work(shape) for shape in shapes]
+        passes = {view.name: (shapes, works)}
         if self.settings.cfg_scale > 0:
-            passes["UNCONDITIONAL"] = [replace(shape, frame_sizes=()) for shape in shapes]
-        for name, own in passes.items():
+            twins = [replace(shape, frame_sizes=()) for shape in shapes]
+            passes["UNCONDITIONAL"] = (twins, [feed.work(shape) for shape in twins])
+        for name, (own, works) in passes.items():
             is_asked = name == view.name
             self.meter.charge(
                 name,
                 feed.kind,
                 rows,
-                [feed.work(shape) for shape in own],
+                works,
                 [feed.num_keys(shape) for shape in own],
                 counts,
                 asked if is_asked else (),
                 layers,
             )
 
+    def _note_works(
+        self, view: View, feed: Feed, rows: Sequence[int], works: Sequence[tuple[Work, ...]]
+    ) -> None:
+        if self._inside is None or not feed.is_whole:
+            return
+        for row, work in zip(rows, works, strict=True):
+            self._inside.note(row, work)
+        self._forward_costs.pop(view, None)
+
     def forward_cost(self, view: View) -> Tensor:
-        """`(B,)` float64 decoder FLOPs of each row's next whole-sequence forward under `view`."""
+        """`(B,)` float64 decoder FLOPs of each row's next whole-sequence forward under `view`.
+
+        With stages between layers: of one like the row's newest, and at first the most that it may
+        cost.
+        """
         if view not in self._forward_costs:
-            passes = 2 if self.settings.cfg_scale > 0 else 1
-            flops = [
-                passes * forward_flops(self.meter.geometry, length, length)
-                + self._attention_cost(view, row, length)
-                for row, length in enumerate(self.sequence_lengths(view))
-            ]
+            geometry, has_twin = self.meter.geometry, self.settings.cfg_scale > 0
+            flops = []
+            for row, length in enumerate(self.sequence_lengths(view)):
+                whole = forward_flops(geometry, length, length)
+                own = whole
+                if self._inside is not None and view.has_visual:
+                    works = self._inside.works(row, length)
+                    own = sum(layer_flops(geometry, work) for work in works)
+                flops.append(own + has_twin * whole + self._attention_cost(view, row, length))
             cost = torch.tensor(flops, dtype=torch.float64, device=self.device)
             self._forward_costs[view] = cost
         return self._forward_costs[view]

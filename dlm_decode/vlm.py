@@ -27,6 +27,8 @@ from dlm_decode.samplers.base import Sampler
 from dlm_decode.settings import Settings, resolve_settings
 from dlm_decode.track import abort, make_tracker
 from dlm_decode.vision.base import AttentionStage, Stage
+from dlm_decode.vision.inside import InsideStage
+from dlm_decode.vision.packing import StageStack
 
 if TYPE_CHECKING:
     from dlm_decode.models.base import DiffusionModel
@@ -118,8 +120,10 @@ class DiffusionVlm(BaseVlm):
             videos: likewise; a video is a file, a folder of frames, a list of images, or an array
                 `(F, H, W, 3)`. A list of videos is a list of lists.
             sampler: name, spec (`"baseline:remasking=margin"`) or instance.
-            stages: vision stages that shrink the prompt, in order; names, specs or instances. One
-                that prunes while decoding (`redvtp`) comes last.
+            stages: vision stages in order; names, specs or instances. They shrink the prompt, or
+                (`fastv`, `lightkv`) what deeper layers see of it. One that prunes while decoding
+                (`redvtp`) comes last, and does not go with those between layers; these go with the
+                caches that feed windows of the canvas (`prefix`, `dual`, `vicinity:before=0`).
             cache: cache policy, as a name, a spec (`"prefix:refresh_interval=32"`) or an instance;
                 `None` is the sampler's own (most have none), `"none"` recomputes everything.
             gen_length: canvas length in tokens.
@@ -182,6 +186,7 @@ class DiffusionVlm(BaseVlm):
         chosen_stages = [vision.make(stage) for stage in stages]
         attention_stage = _attention_stage(chosen_stages)
         chosen_cache = _cache_policy(cache, chosen_sampler)
+        inside = _inside_stages(chosen_stages, chosen_cache, self.geometry.num_layers)
         given = self._given
         given_prefill = given.prefill(prefill)
         settings = resolve_settings(
@@ -273,6 +278,7 @@ class DiffusionVlm(BaseVlm):
             baseline_flops=[flops for flops, _ in baseline],
             cache=chosen_cache,
             stage=attention_stage,
+            inside=inside,
         )
         trajectory = Trajectory(
             run={
@@ -293,8 +299,8 @@ class DiffusionVlm(BaseVlm):
         )
         notes = getattr(chosen_sampler, "notes", None)
         trajectory.run["notes"] = [] if notes is None else notes(predictor)
-        if attention_stage is not None:
-            trajectory.run["notes"] += _stage_notes(attention_stage, prompts)
+        for stage in [*inside, *([] if attention_stage is None else [attention_stage])]:
+            trajectory.run["notes"] += _stage_notes(stage, prompts)
         if probe is not None:
             trajectory.run["probe"] = {
                 "positions": probe,
@@ -341,6 +347,7 @@ class DiffusionVlm(BaseVlm):
             row_forwards=tuple(dict(counts) for counts in meter.row_forwards),
             row_view_flops=tuple(dict(flops) for flops in meter.row_view_flops),
             kept_visual_tokens=predictor.kept_visual_tokens,
+            layer_visual_tokens=predictor.layer_visual_tokens,
         )
         return self._output(canvas, suffix_ids, is_batch, trajectory, cost, tracker, streamer)
 
@@ -431,7 +438,30 @@ def _attention_stage(stages: Sequence[Stage]) -> AttentionStage | None:
     return None
 
 
-def _stage_notes(stage: AttentionStage, prompts: Sequence[Prompt]) -> list[str]:
+def _inside_stages(
+    stages: Sequence[Stage], cache: CachePolicy | None, num_layers: int
+) -> list[InsideStage]:
+    """The stages that act between layers; checked before anything runs."""
+    inside = [stage for stage in stages if isinstance(stage, InsideStage)]
+    if not StageStack(inside, num_layers).layers:
+        return []
+    names = [describe(stage)["name"] for stage in inside]
+    others = [describe(stage)["name"] for stage in stages if isinstance(stage, AttentionStage)]
+    if others:
+        raise InvalidInputError(
+            f"stages {names} act between layers, and {others} prune the prompt by the attention of "
+            "whole layers; use one kind."
+        )
+    if cache is not None and not getattr(cache, "windows_lie_in_canvas", False):
+        raise InvalidInputError(
+            f"stages {names} shorten the sequence between layers, and cache "
+            f"{describe(cache)['name']!r} may feed parts of the prompt or keep states of whole "
+            "layers; use cache 'prefix', 'dual' or 'vicinity:before=0', or none."
+        )
+    return inside
+
+
+def _stage_notes(stage: Stage, prompts: Sequence[Prompt]) -> list[str]:
     rows = [row for row, prompt in enumerate(prompts) if not prompt.num_visual]
     name = describe(stage)["name"]
     return [f"rows {rows} have no visual tokens; {name} leaves them as they are."] if rows else []

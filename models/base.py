@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from dlm_decode.cost import Geometry
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.models.attention import RowProbe
 from dlm_decode.models.special_ids import SpecialIds, special_ids_of
+
+if TYPE_CHECKING:
+    from dlm_decode.vision.inside_run import InsideForward
 
 __all__ = ["DiffusionModel"]
 
@@ -73,6 +76,7 @@ class DiffusionModel(PreTrainedModel):
         key_mask: Tensor | None = None,
         memory: Memory | None = None,
         probe: RowProbe | None = None,
+        inside: InsideForward | None = None,
     ) -> Tensor:
         """States after the final norm.
 
@@ -83,9 +87,11 @@ class DiffusionModel(PreTrainedModel):
                 without a memory, and else the length of the whole sequence.
             memory: runs the layers against what a cache policy keeps.
             probe: collects attention rows of the layers that it asks about.
+            inside: drops or merges visual tokens between layers; asked before each of them.
 
         Returns:
-            `(B, S, D)`; rows at padded positions are meaningless.
+            `(B, S, D)`; rows at padded positions are meaningless. With `inside`, S is what is left
+            at the last layer: the states of all text, at their distance from the right.
         """
         raise NotImplementedError(f"{type(self).__name__} must run its layers")
 

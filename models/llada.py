@@ -6,7 +6,7 @@ Source: LLaDA (arXiv 2502.09992) and its published checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from dlm_decode.models.attention import Observe, RowProbe, attend, mask_for
 from dlm_decode.models.base import DiffusionModel
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.key_names import register_renames
+
+if TYPE_CHECKING:
+    from dlm_decode.vision.inside_run import InsideForward
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -178,25 +181,40 @@ class LLaDABackbone(nn.Module):
         key_mask: Tensor | None = None,
         memory: Memory | None = None,
         probe: RowProbe | None = None,
+        inside: InsideForward | None = None,
     ) -> Tensor:
         """See `DiffusionModel.hidden_states`."""
-        config = self.config
-        cos_sin = rotary(position_ids, config.head_dim, config.rope_theta, inputs_embeds.dtype)
-        mask = mask_for(
-            config._attn_implementation or "sdpa",
-            key_mask,
-            inputs_embeds.shape[1],
-            is_cached=memory is not None,
-        )
         hidden = inputs_embeds
+        cos_sin, mask = self._where(hidden, position_ids, key_mask, memory)
         for index, layer in enumerate(self.layers):
             observe = None if probe is None else probe.at(index)
+            if inside is not None:
+                shortened = inside.before(index, hidden)
+                if shortened is not None:
+                    hidden = shortened.hidden
+                    places = shortened.position_ids, shortened.key_mask
+                    cos_sin, mask = self._where(hidden, *places, memory)
+                observe = inside.observe if inside.wants(index) else observe
             hidden = (
                 layer(hidden, cos_sin, mask, observe=observe)
                 if memory is None
                 else memory.run_layer(index, layer, hidden, cos_sin, mask, observe)
             )
         return self.norm(hidden)
+
+    def _where(
+        self,
+        hidden: Tensor,
+        position_ids: Tensor,
+        key_mask: Tensor | None,
+        memory: Memory | None,
+    ) -> tuple[tuple[Tensor, Tensor], Any]:
+        """Cosines and sines, and the mask, of the positions that layers work on."""
+        config = self.config
+        cos_sin = rotary(position_ids, config.head_dim, config.rope_theta, hidden.dtype)
+        backend = config._attn_implementation or "sdpa"
+        is_cached = memory is not None
+        return cos_sin, mask_for(backend, key_mask, hidden.shape[1], is_cached=is_cached)
 
 
 register_renames("llada")
@@ -254,9 +272,10 @@ class LLaDAModelLM(DiffusionModel):
         key_mask: Tensor | None = None,
         memory: Memory | None = None,
         probe: RowProbe | None = None,
+        inside: InsideForward | None = None,
     ) -> Tensor:
         """See `DiffusionModel.hidden_states`."""
-        return self.model(inputs_embeds, position_ids, key_mask, memory, probe)
+        return self.model(inputs_embeds, position_ids, key_mask, memory, probe, inside)
 
     def forward(
         self,

@@ -47,6 +47,11 @@ class Vicinity(WindowPolicy):
                     f"{name} must be a whole number of at least 0, got {value!r}."
                 )
 
+    @property
+    def windows_lie_in_canvas(self) -> bool:
+        """Only without positions in front of the block."""
+        return self.before == 0
+
     def plan(self, clock: Clock) -> Feed:
         """The whole sequence at a refresh, else the window around the block."""
         if clock.forwards < self.warmup or is_due(clock.in_block, self.refresh_interval):

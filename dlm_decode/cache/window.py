@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from dlm_decode.cache.base import Cache, Fed, Memory
 
@@ -19,6 +20,11 @@ __all__ = ["WindowCache", "WindowPolicy", "stored"]
 
 class WindowPolicy:
     """Base of the policies that differ only in the window that they plan."""
+
+    @property
+    def windows_lie_in_canvas(self) -> bool:
+        """Whether no window reaches into the prompt; stages between layers need that."""
+        return True
 
     def start(self) -> Cache:
         """An empty cache."""
@@ -83,15 +89,23 @@ class _WindowMemory:
 
 
 def stored(store: list[Tensor], index: int, fresh: Tensor, fed: Fed) -> Tensor:
-    """Writes what was computed, and returns `(R, H_kv, S, d)` to attend to."""
+    """Writes what was computed, and returns `(R, H_kv, S, d)` to attend to.
+
+    A layer that works on fewer positions than the first has its store on the right of the sequence,
+    as wide as what came in the widest forward.
+    """
     is_all = len(fed.rows) == fed.num_rows
     if fed.columns is None:
         if index == len(store):
             store.append(fresh if is_all else fresh.new_zeros(fed.num_rows, *fresh.shape[1:]))
-        if is_all:
+        surplus = store[index].shape[2] - fresh.shape[2]
+        if surplus < 0:
+            store[index] = functional.pad(store[index], (0, 0, -surplus, 0))
+        if is_all and surplus <= 0:
             store[index] = fresh
         else:
-            store[index][fed.rows] = fresh
+            store[index][fed.rows, :, max(surplus, 0) :] = fresh
         return fresh
-    store[index][fed.rows[:, None], :, fed.columns] = fresh.transpose(1, 2)
+    columns = fed.columns - (store[0].shape[2] - store[index].shape[2])
+    store[index][fed.rows[:, None], :, columns] = fresh.transpose(1, 2)
     return store[index] if is_all else store[index][fed.rows]

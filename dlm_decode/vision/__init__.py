@@ -12,9 +12,19 @@ from dlm_decode.vision.base import Stage
 if TYPE_CHECKING:
     from dlm_decode.vision.attachment import Attachment
 
-__all__ = ["Stage", "attach", "get", "make", "names", "register_stage"]
+__all__ = [
+    "Stage",
+    "aliases",
+    "attach",
+    "get",
+    "make",
+    "names",
+    "register_alias",
+    "register_stage",
+]
 
 _registry: Registry[Stage] = Registry("vision stage", "dlm_decode.vision", "dlm_decode.stages")
+register_alias = _registry.register_alias
 C = TypeVar("C", bound=type)
 
 
@@ -47,6 +57,11 @@ def _attach_one(stage: Stage, model: Any) -> AbstractContextManager[Attachment]:
 def names() -> list[str]:
     """Names of all vision stages, built in, registered and installed."""
     return _registry.names()
+
+
+def aliases() -> dict[str, str]:
+    """Named settings of stages, with the spec that each stands for."""
+    return _registry.aliases()
 
 
 def get(name: str) -> type[Stage]:

@@ -6,16 +6,27 @@ hooks on stock classes: both show it one row at a time as a `LayerView`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dlm_decode.canvas import Prompt
+from dlm_decode.errors import UnknownNameError
 from dlm_decode.vision.base import Stage
 
-__all__ = ["InsideStage", "LayerView", "Reduction", "RowLayout", "layout_of"]
+__all__ = [
+    "InsideBase",
+    "InsideStage",
+    "LayerView",
+    "Reduction",
+    "RowLayout",
+    "When",
+    "layout_of",
+]
+
+When = Literal["every", "once"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +49,10 @@ class RowLayout:
     def picked(self, index: Tensor) -> RowLayout:
         """The layout of the positions `index`, in that order."""
         return RowLayout(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
+
+    def to(self, device: torch.device) -> RowLayout:
+        """The same on another device."""
+        return RowLayout(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
 
     def with_text(self, count: int) -> RowLayout:
         """The layout with `count` text positions behind it (a diffusion model's canvas)."""
@@ -82,7 +97,8 @@ class LayerView:
         queries: `(H, S, d)` the layer's queries after rotation, if the stage asked for them.
         keys: `(H_kv, S, d)` likewise.
         scaling: factor of the scores.
-        num_scores: pairs of a query and a key that the methods below have scored, for the cost.
+        num_scores: pairs of a query and a key that the methods below have scored, for the cost;
+            stages add pairs of states that they compare.
     """
 
     layer: int
@@ -111,6 +127,41 @@ class LayerView:
         self.num_scores += len(queries) * len(keys)
         return self.queries[:, queries].float() @ picked.transpose(-1, -2) * self.scaling
 
+    @property
+    def visual(self) -> Tensor:
+        """`(V,)` positions of visual tokens, ascending."""
+        return self.layout.is_visual.nonzero()[:, 0]
+
+    @property
+    def text(self) -> Tensor:
+        """Positions of text that is known: all but visual tokens and masks, ascending."""
+        return (~self.layout.is_visual & ~self.is_masked).nonzero()[:, 0]
+
+    def images(self) -> list[Tensor]:
+        """Positions of each image's or video's tokens, as far as it has any; reads the device."""
+        ids = self.layout.image_ids
+        return [(ids == number).nonzero()[:, 0] for number in ids[ids >= 0].unique().tolist()]
+
+    def kept(self, keep: Tensor) -> Reduction:
+        """The reduction to text and the positions `keep`, in their order and at their numbers."""
+        stays = ~self.layout.is_visual
+        stays[keep] = True
+        index = stays.nonzero()[:, 0]
+        return Reduction(index, self.hidden[index], self.position_ids[..., index])
+
+    def behind(self, reduction: Reduction) -> LayerView:
+        """What the next stage of the same layer is shown, once `reduction` has been made."""
+        index = reduction.index
+        return replace(
+            self,
+            hidden=reduction.hidden,
+            layout=self.layout.picked(index),
+            position_ids=reduction.position_ids,
+            is_masked=self.is_masked[index],
+            queries=None if self.queries is None else self.queries[:, index],
+            keys=None if self.keys is None else self.keys[:, index],
+        )
+
     def attention(self, queries: Tensor) -> Tensor:
         """`(H, Q, S)` float32 attention of the positions `(Q,)`; each row sums to 1."""
         everything = torch.arange(self.hidden.shape[0], device=self.hidden.device)
@@ -129,11 +180,32 @@ class Reduction:
             must be among them.
         hidden: `(S', D)` their states; merged tokens differ from the view's.
         position_ids: `(S',)` or `(3, S')` rotary positions from here on.
+        groups: `(S,)` which of them each position of the view was merged into; `None` where the
+            others were dropped.
+        shares: `(S,)` float32 weight of each position there; a merged token is the weighted sum.
     """
 
     index: Tensor
     hidden: Tensor
     position_ids: Tensor
+    groups: Tensor | None = None
+    shares: Tensor | None = None
+
+    @classmethod
+    def merging(
+        cls, hidden: Tensor, index: Tensor, position_ids: Tensor, groups: Tensor, shares: Tensor
+    ) -> Reduction:
+        """Merges `(S, D)` states as `groups` and `shares` say; arguments as the attributes."""
+        plan = cls(index, hidden, position_ids, groups, shares)
+        return replace(plan, hidden=plan.again(hidden))
+
+    def again(self, hidden: Tensor) -> Tensor:
+        """`(S', D)` from other states `(S, D)` of the same positions."""
+        if self.groups is None or self.shares is None:
+            return hidden[self.index]
+        merged = hidden.new_zeros(len(self.index), hidden.shape[1], dtype=torch.float32)
+        merged.index_add_(0, self.groups, hidden.float() * self.shares[:, None])
+        return merged.to(hidden.dtype)
 
 
 @runtime_checkable
@@ -160,9 +232,37 @@ class InsideStage(Stage, Protocol):
         """What stays behind `view.layer`; `None` for everything."""
         ...
 
-    def keeps(self, layer: int, num_visual: int, num_images: int) -> int | None:
+    def keeps(
+        self, layer: int, num_visual: int, num_images: int, num_layers: int | None = None
+    ) -> int | None:
         """How many of `num_visual` tokens that reach `layer` stay; `None` if data decide.
 
-        For costs that are computed without running anything; square grids are assumed.
+        For costs that are computed without running anything; square grids are assumed. Where the
+        stage's layers follow the depth of the model, it takes `num_layers` to answer, and is `None`
+        without.
         """
         ...
+
+
+@dataclass(frozen=True)
+class InsideBase:
+    """Base of the stages that work between decoder layers: what they have in common.
+
+    Args:
+        when: in a diffusion model, whether each forward with the picture decides anew (`"every"`),
+            or the response's first one for all of them (`"once"`; later forwards drop or merge the
+            same tokens and score nothing). An autoregressive model has one such forward.
+
+    Raises:
+        UnknownNameError: another value of `when`.
+    """
+
+    when: When = field(default="every", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.when not in get_args(When):
+            raise UnknownNameError("when", str(self.when), get_args(When))
+
+    def before_lm(self, prompt: Prompt) -> Prompt:
+        """The prompt as it is; layers in front of the stage read all of it."""
+        return prompt
