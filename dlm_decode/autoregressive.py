@@ -418,7 +418,15 @@ class _Response:
         if positions.dim() == 3:
             self._positions = self._positions.amax(dim=0, keepdim=True).expand_as(self._positions)
         rows = range(len(self.canvas.tokens))
-        self._charge(PREFILL, rows, [[_causal(n) for n in self._lengths(row)] for row in rows])
+        scores = self._attachment.layer_scores
+        work = [
+            [
+                _causal(length, scored[row])
+                for length, scored in zip(self._lengths(row), scores, strict=True)
+            ]
+            for row in rows
+        ]
+        self._charge(PREFILL, rows, work)
         return outputs.logits[:, -1].float()
 
     def decode(self, position: int, is_active: Sequence[bool]) -> Tensor:
@@ -517,6 +525,10 @@ class _Response:
         ]
         forwards = tuple(1 + fed for fed in self._num_fed)
         prompts = self._attachment.prompts
+        layer_visual = tuple(
+            tuple(n - prompt.length + prompt.num_visual for n in self._lengths(row))
+            for row, prompt in enumerate(prompts)
+        )
         return Cost(
             flops=meter.flops,
             head_flops=meter.head_flops,
@@ -535,13 +547,11 @@ class _Response:
             row_baseline_forwards=forwards,
             row_forwards=tuple(dict(counts) for counts in meter.row_forwards),
             row_view_flops=tuple(dict(flops) for flops in meter.row_view_flops),
-            kept_visual_tokens=tuple(
-                self._lengths(row)[-1] - prompt.length + prompt.num_visual
-                for row, prompt in enumerate(prompts)
-            ),
+            kept_visual_tokens=tuple(counts[-1] for counts in layer_visual),
+            layer_visual_tokens=layer_visual if self._attachment.acts_between_layers else (),
         )
 
 
-def _causal(length: int) -> Work:
-    """What a layer does in the prefill of `length` positions."""
-    return Work(length, length * (length + 1) // 2)
+def _causal(length: int, num_scores: int = 0) -> Work:
+    """What a layer does in the prefill of `length` positions, and stages behind it."""
+    return Work(length, length * (length + 1) // 2, scores=num_scores)

@@ -126,7 +126,9 @@ def _load(arguments: argparse.Namespace) -> Any:
 
 def _add_decoding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--sampler", default="baseline", help="name or spec, as in baseline:remasking=margin"
+        "--sampler",
+        help="name or spec, as in baseline:remasking=margin (default: baseline; autoregressive for "
+        "models that are)",
     )
     parser.add_argument(
         "--set",
@@ -173,7 +175,7 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from dlm_decode import cache as caches
     from dlm_decode import quota, samplers, vision
 
-    spec = arguments.sampler
+    spec = arguments.sampler or _own_sampler(arguments)
     if arguments.set:
         for entry in arguments.set:
             if "=" not in entry:
@@ -202,6 +204,15 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
         options["schedule"] = quota.make(arguments.schedule)
     stages = [vision.make(stage) for stage in arguments.stage]
     return {"sampler": samplers.make(spec), "stages": stages, **options}
+
+
+def _own_sampler(arguments: argparse.Namespace) -> str:
+    """What the model is decoded with where nothing is said."""
+    from dlm_decode.loading import is_autoregressive
+    from dlm_decode.samplers.autoregressive import Autoregressive
+
+    is_other = is_autoregressive(arguments.model, arguments.model_type)
+    return Autoregressive.name if is_other else "baseline"
 
 
 def _add_video_options(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +285,8 @@ def _add_generate(commands: Any) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from dlm_decode.autoregressive import DIFFUSION_ONLY, check_options
+    from dlm_decode.loading import is_autoregressive
     from dlm_decode.track import make_tracker
 
     if arguments.json and arguments.stream:
@@ -282,7 +295,16 @@ def _generate(arguments: argparse.Namespace) -> int:
         )
     if arguments.stop and arguments.no_stop:
         raise InvalidInputError("--stop and --no-stop exclude each other.")
-    options = _decoding_options(arguments)
+    options = {
+        **_decoding_options(arguments),
+        **_video_options(arguments),
+        "suffix": arguments.suffix,
+        "prefill": arguments.prefill,
+        "probe": arguments.probe,
+    }
+    if is_autoregressive(arguments.model, arguments.model_type):
+        unfit = {name: value for name, value in options.items() if name in DIFFUSION_ONLY}
+        check_options(options["sampler"], unfit)
     track = [*arguments.track, *([f"jsonl:{arguments.trajectory}"] if arguments.trajectory else [])]
     tracker = make_tracker(track) if track else None
     vlm = _load(arguments)
@@ -290,18 +312,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.stream:
         from dlm_decode.stream import ConsoleStreamer
 
-        streamer = ConsoleStreamer(vlm.token_text, vlm.decode_text, vlm.model.special_ids.mask)
+        streamer = ConsoleStreamer(vlm.token_text, vlm.decode_text, vlm.special_ids.mask)
     out = vlm.generate(
         arguments.prompt,
         images=arguments.image,
         videos=arguments.video,
         stop=False if arguments.no_stop else arguments.stop,
-        suffix=arguments.suffix,
-        prefill=arguments.prefill,
         streamer=streamer,
         track=tracker,
-        probe=arguments.probe,
-        **_video_options(arguments),
         **options,
     )
     if arguments.json:
@@ -328,9 +346,14 @@ def _list(arguments: argparse.Namespace) -> int:
     import dlm_decode
     from dlm_decode import cache as caches
     from dlm_decode import models, quota, samplers, stages
+    from dlm_decode.models import autoregressive
 
     listing = {
-        "models": {"shipped": dlm_decode.shipped_models(), "types": models.names()},
+        "models": {
+            "shipped": dlm_decode.shipped_models(),
+            "types": models.names(),
+            "autoregressive types": autoregressive.names(),
+        },
         "samplers": {
             **{name: _first_line(samplers.get(name)) for name in samplers.names()},
             **{name: f"= {spec}" for name, spec in samplers.aliases().items()},

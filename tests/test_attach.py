@@ -1,4 +1,4 @@
-"""Stages on stock models: transformers' own generate inside `attach`, salience, hooks that leave."""
+"""Stages on stock models: generate of transformers inside `attach`, salience, hooks that leave."""
 
 from __future__ import annotations
 
@@ -139,6 +139,36 @@ def test_rows_in_a_batch_equal_single_rows_in_transformers(ar_vlms, architecture
             assert answer(vlm, alone)[0].tolist() == together[row].tolist()
 
 
+INSIDE = [["fastv:k=1,keep_ratio=0.5"], ["lightkv:at_layers=1,windows=1,ratios=0.5"]]
+INSIDE += [["stride:keep_ratio=0.75", "fastv:k=2,keep_ratio=0.25"]]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("stages", INSIDE)
+def test_stages_between_layers(ar_vlms, architecture, stages):
+    vlm = ar_vlms(architecture)
+    inputs = inputs_of(vlm)
+    with attach(vlm.model, stages) as attachment:
+        pruned = answer(vlm, inputs)
+        lengths = attachment.layer_lengths
+    own = vlm.generate(**inputs, gen_length=6, stop=False, stages=stages)
+    assert torch.equal(own.sequences, pruned)
+    assert [len(layer) for layer in lengths] == [2, 2, 2]
+    assert own.cost.kept_visual_tokens < own.cost.visual_tokens or architecture == "internvl"
+    assert sum(lengths[-1]) < sum(lengths[0])
+    visual = own.cost.layer_visual_tokens
+    assert [counts[0] for counts in visual] == list(own.cost.visual_tokens)
+    assert tuple(counts[-1] for counts in visual) == own.cost.kept_visual_tokens
+    bytes_kept = sum(map(sum, lengths)) + 3 * 2 * 5
+    assert own.cost.kv_bytes == 2 * 2 * 8 * 4 * bytes_kept
+    assert is_clean(vlm.model)
+    for row, pictures in enumerate(PICTURES):
+        question = QUESTION + " a" * row
+        alone = vlm.generate(question, images=pictures, gen_length=6, stop=False, stages=stages)
+        assert alone.sequences[0].tolist() == pruned[row].tolist()
+        assert alone.cost.flops == own.cost.row_flops[row] < own.cost.row_baseline_flops[row]
+
+
 def test_beams_and_several_answers(ar_vlms):
     vlm = ar_vlms("llava")
     inputs = inputs_of(vlm)
@@ -275,8 +305,7 @@ def test_hooks_leave_after_an_error(ar_vlms):
         answer(vlm, inputs)
     assert is_clean(vlm.model)
     with attach(vlm.model, Reader()), pytest.raises(InvalidInputError, match="attached already"):
-        with attach(vlm.model, Stride(0.5)):
-            raise AssertionError
+        attach(vlm.model, Stride(0.5)).__enter__()
     assert is_clean(vlm.model)
     assert torch.equal(answer(vlm, inputs), plain)
 

@@ -25,6 +25,8 @@ from dlm_decode.models.autoregressive.base import Media
 from dlm_decode.models.autoregressive.tower import TowerAttention
 from dlm_decode.registry import describe
 from dlm_decode.vision.base import AttentionStage, Stage, tower_needs
+from dlm_decode.vision.inside import InsideStage, layout_of
+from dlm_decode.vision.layer_hooks import LayerReducer
 from dlm_decode.vision.placeholders import PromptRow, prompts_of
 
 __all__ = ["Attachment", "attach", "stages_for"]
@@ -78,8 +80,8 @@ def stages_for(stages: Stage | str | Sequence[Stage | str]) -> tuple[Stage, ...]
         UnknownNameError: an unknown stage or option.
         InvalidInputError: one that prunes by what masked response positions attend to.
     """
-    is_one = isinstance(stages, str) or not isinstance(stages, Sequence)
-    chosen = tuple(vision.make(stage) for stage in ([stages] if is_one else stages))
+    several = stages if isinstance(stages, Sequence) and not isinstance(stages, str) else [stages]
+    chosen = tuple(vision.make(stage) for stage in several)
     for stage in chosen:
         if isinstance(stage, AttentionStage):
             raise InvalidInputError(
@@ -128,13 +130,30 @@ class Attachment:
         self._is_used = False
         self._ids: Tensor | None = None
         self._prefill: _Prefill | None = None
+        inside = [stage for stage in self.stages if isinstance(stage, InsideStage)]
+        num_layers = self.architecture.geometry.num_layers
+        is_active = any(stage.layers(num_layers) for stage in inside)
+        self._reducer = LayerReducer(inside, num_layers) if is_active else None
 
     @property
-    def layer_lengths(self) -> list[list[int]]:
+    def acts_between_layers(self) -> bool:
+        """Whether any stage does."""
+        return self._reducer is not None
+
+    @property
+    def layer_lengths(self) -> list[tuple[int, ...]]:
         """Positions of the prompt that each layer works on, by layer and row."""
-        # SEAM for stages between layers: `LayerReducer.lengths` where such a stage is attached.
-        lengths = [prompt.length for prompt in self.prompts]
+        if self._reducer is not None:
+            return list(self._reducer.lengths)
+        lengths = tuple(prompt.length for prompt in self.prompts)
         return [lengths] * self.architecture.geometry.num_layers
+
+    @property
+    def layer_scores(self) -> list[tuple[int, ...]]:
+        """Pairs of a query and a key that stages scored behind each layer, by layer and row."""
+        if self._reducer is not None:
+            return list(self._reducer.num_scores)
+        return [(0,) * len(self.prompts)] * self.architecture.geometry.num_layers
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -149,7 +168,8 @@ class Attachment:
                 stack.callback(handle.remove)
             for modality in self.architecture.placeholder_ids:
                 stack.enter_context(self._observed(core, modality))
-            # SEAM for stages between layers: enter `LayerReducer(...).hooks(text_model)` here.
+            if self._reducer is not None:
+                stack.enter_context(self._reducer.hooks(text_model))
             yield
 
     @contextmanager
@@ -239,11 +259,17 @@ class Attachment:
         self._is_used = True
         for stage in self.stages:
             self.prompts = tuple(map(stage.before_lm, self.prompts))
-        if all(new is old for new, old in zip(self.prompts, self.given, strict=True)):
-            return {}
+        is_same = all(new is old for new, old in zip(self.prompts, self.given, strict=True))
+        is_same = is_same and (self._reducer is None or _is_padded_left(kwargs))
         given = kwargs["inputs_embeds"]
+        longest = max(prompt.length for prompt in self.prompts)
+        num_rows, length = len(rows), given.shape[1] if is_same else longest
+        if self._reducer is not None:
+            padding = [length - prompt.length for prompt in self.prompts]
+            self._reducer.begin([layout_of(prompt) for prompt in self.prompts], padding)
+        if is_same:
+            return {}
         num_axes = rows[0].position_ids.shape[0] if rows[0].position_ids.dim() == 2 else 1
-        num_rows, length = len(rows), max(prompt.length for prompt in self.prompts)
         embeds = given.new_zeros(num_rows, length, given.shape[-1])
         mask = torch.zeros(num_rows, length, dtype=torch.long, device=given.device)
         positions = torch.zeros_like(mask).expand(num_axes, -1, -1).clone()
@@ -254,8 +280,6 @@ class Attachment:
             positions[:, row, start:] = prompt.positions()
         ends = torch.tensor([prompt.next_position for prompt in self.prompts], device=given.device)
         self._prefill = _Prefill(given.shape[1], mask, ends, num_axes)
-        # SEAM for stages between layers: `LayerReducer.begin(layouts, padding)` here, also where
-        # the prompts were left as they are.
         return {
             "inputs_embeds": embeds,
             "attention_mask": mask,
@@ -333,3 +357,9 @@ class Attachment:
                     f"a new {modality} follows on a cache; stages need whole prompts. Start "
                     "without a cache."
                 )
+
+
+def _is_padded_left(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a prefill has padding nowhere but in front of its rows."""
+    mask = kwargs.get("attention_mask")
+    return mask is None or not bool((mask.long().diff(dim=1) < 0).any())

@@ -142,9 +142,9 @@ def _span(group: Sequence[_Placed], index: int) -> VisualSpan:
         modality=group[0].modality,
         frames=max(entry.media.frames for entry in group),
         sections=tuple(
-            (entry.start - start + offset, *rest)
+            (entry.start - start + offset, rows, columns, has_newline)
             for entry in group
-            for offset, *rest in entry.media.sections
+            for offset, rows, columns, has_newline in entry.media.sections
         ),
     )
 
