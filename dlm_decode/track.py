@@ -5,7 +5,6 @@ A tracker takes the records of a trajectory (`dlm_decode.record`) as they come.
 
 from __future__ import annotations
 
-import importlib
 import json
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -14,12 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.services import PROJECT, SERVICES, WANDB_MODES, Run, TrackioRun, WandbRun, flat
 
 __all__ = ["JsonlTracker", "Tracker", "TrackioTracker", "WandbTracker", "make_tracker"]
 
 Record = dict[str, Any]
-_NAMES = ("wandb", "wandb:offline", "wandb:online", "wandb:disabled", "trackio", "jsonl:PATH")
-PROJECT = "dlm-decode"
 _COLUMNS = ["row", "position", "step", "token", "text", "confidence", "reason", "route", "details"]
 
 
@@ -70,11 +68,11 @@ def make_tracker(spec: Any) -> Tracker | None:
         if not rest:
             raise InvalidInputError("track='jsonl:' lacks a path; write jsonl:runs/out.jsonl.")
         return JsonlTracker(rest)
-    if name == "wandb" and rest in ("", "offline", "online", "disabled"):
-        return WandbTracker(mode=rest or None)
+    if spec in WANDB_MODES:
+        return WandbTracker(mode=WANDB_MODES[spec])
     if spec == "trackio":
         return TrackioTracker()
-    raise UnknownNameError("tracker", spec, _NAMES)
+    raise UnknownNameError("tracker", spec, [*SERVICES, "jsonl:PATH"])
 
 
 def abort(tracker: Any) -> None:
@@ -155,32 +153,6 @@ class JsonlTracker:
             self._file = None
 
 
-def import_wandb() -> Any:
-    """The module.
-
-    Raises:
-        InvalidInputError: wandb is not installed.
-    """
-    try:
-        return importlib.import_module("wandb")
-    except ImportError:
-        raise InvalidInputError("track='wandb' needs wandb; install dlm-decode[wandb].") from None
-
-
-def import_trackio() -> Any:
-    """The module.
-
-    Raises:
-        InvalidInputError: trackio is not installed.
-    """
-    try:
-        return importlib.import_module("trackio")
-    except ImportError:
-        raise InvalidInputError(
-            "track='trackio' needs trackio; install it with pip install trackio."
-        ) from None
-
-
 def step_scalars(record: Record) -> dict[str, float]:
     """Numbers of one step, by name.
 
@@ -211,19 +183,10 @@ def step_scalars(record: Record) -> dict[str, float]:
     return {**scalars, **counts, **means}
 
 
-def flat(prefix: str, value: Any) -> dict[str, Any]:
-    """Nested dicts as one, with names joined by slashes."""
-    if isinstance(value, dict):
-        return {
-            key: item
-            for name, part in value.items()
-            for key, item in flat(f"{prefix}/{name}", part).items()
-        }
-    return {prefix: value}
-
-
 class _RunTracker(ABC):
     """Shared by trackers with runs: scalars per step, a table of commits, a summary."""
+
+    _run: Run
 
     def __init__(self) -> None:
         self._records: list[Record] = []
@@ -232,7 +195,7 @@ class _RunTracker(ABC):
     def start(self, run: Record) -> None:
         """Opens the run, with the record as its config."""
         self._records, self._commits = [run], []
-        self._open({key: value for key, value in run.items() if key != "type"})
+        self._run.open({key: value for key, value in run.items() if key != "type"})
 
     def step(self, record: Record) -> None:
         """Logs the step's numbers."""
@@ -252,7 +215,7 @@ class _RunTracker(ABC):
                     json.dumps({**row["info"], **own}),
                 ]
                 self._commits.append(entry)
-        self._log(step_scalars(record), record["step"])
+        self._run.log(step_scalars(record), record["step"])
 
     def finish(self, record: Record) -> None:
         """Logs what the tracker keeps of the whole run, and closes it."""
@@ -268,19 +231,10 @@ class _RunTracker(ABC):
 
     def abort(self) -> None:
         """Closes the run as failed."""
-        self._fail()
-
-    @abstractmethod
-    def _open(self, config: Record) -> None: ...
-
-    @abstractmethod
-    def _log(self, scalars: dict[str, float], step: int) -> None: ...
+        self._run.fail()
 
     @abstractmethod
     def _close(self, summary: Record) -> None: ...
-
-    @abstractmethod
-    def _fail(self) -> None: ...
 
 
 class WandbTracker(_RunTracker):
@@ -289,9 +243,9 @@ class WandbTracker(_RunTracker):
     It holds the config, scalars per step, a table of commits, the summary, and the viewer page.
 
     Args:
-        mode: `"online"`, `"offline"` or `"disabled"`; `None` leaves it to WANDB_MODE.
+        mode: here and below, see `WandbRun`.
         project: wandb project.
-        folder: where wandb writes; its own default when `None`.
+        folder: where wandb writes.
 
     Raises:
         InvalidInputError: wandb is not installed.
@@ -301,31 +255,14 @@ class WandbTracker(_RunTracker):
         self, mode: str | None = None, project: str = PROJECT, folder: str | Path | None = None
     ) -> None:
         super().__init__()
-        self._wandb = import_wandb()
-        self._options: dict[str, Any] = {
-            "project": project,
-            "mode": mode,
-            "dir": None if folder is None else str(folder),
-        }
-        self._run: Any = None
-
-    def _open(self, config: Record) -> None:
-        self._run = self._wandb.init(config=config, reinit="create_new", **self._options)
-
-    def _log(self, scalars: dict[str, float], step: int) -> None:
-        self._run.log(scalars, step=step)
+        self._run: WandbRun = WandbRun(mode, project, folder)
 
     def _close(self, summary: Record) -> None:
         from dlm_decode.viewer import render_html
 
-        table = self._wandb.Table(columns=_COLUMNS, data=self._commits)
-        page = self._wandb.Html(render_html(self._records), inject=False)
-        self._run.log({"commits_table": table, "viewer": page})
-        self._run.summary.update(summary)
-        self._run.finish()
-
-    def _fail(self) -> None:
-        self._run.finish(exit_code=1)
+        table = self._run.table(_COLUMNS, self._commits)
+        page = self._run.page(render_html(self._records))
+        self._run.close(summary, {"commits_table": table, "viewer": page})
 
 
 class TrackioTracker(_RunTracker):
@@ -337,19 +274,7 @@ class TrackioTracker(_RunTracker):
 
     def __init__(self, project: str = PROJECT) -> None:
         super().__init__()
-        self._trackio = import_trackio()
-        self._project = project
-
-    def _open(self, config: Record) -> None:
-        self._trackio.init(project=self._project, config=config)
-
-    def _log(self, scalars: dict[str, float], step: int) -> None:
-        self._trackio.log({**scalars, "step": step})
+        self._run: TrackioRun = TrackioRun(project)
 
     def _close(self, summary: Record) -> None:
-        numbers = {key: value for key, value in summary.items() if isinstance(value, (int, float))}
-        self._trackio.log(numbers)
-        self._trackio.finish()
-
-    def _fail(self) -> None:
-        self._trackio.finish()
+        self._run.close(summary)

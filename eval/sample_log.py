@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
-from dlm_decode.track import PROJECT, Several, flat, import_trackio, import_wandb
+from dlm_decode.services import PROJECT, SERVICES, WANDB_MODES, TrackioRun, WandbRun, flat
+from dlm_decode.track import Several
 
 __all__ = ["SampleLog", "TrackioSampleLog", "WandbSampleLog", "check_track", "make_sample_log"]
 
 Record = dict[str, Any]
-_NAMES = ("wandb", "wandb:offline", "wandb:online", "wandb:disabled", "trackio")
 _COLUMNS = (
     "id",
     "kind",
@@ -78,9 +78,9 @@ def make_sample_log(spec: Any) -> SampleLog:
         return spec
     if spec == "trackio":
         return TrackioSampleLog()
-    if spec not in _NAMES:
-        raise UnknownNameError("tracker of an evaluation", spec, _NAMES)
-    return WandbSampleLog(mode=spec.partition(":")[2] or None)
+    if spec not in WANDB_MODES:
+        raise UnknownNameError("tracker of an evaluation", spec, SERVICES)
+    return WandbSampleLog(mode=WANDB_MODES[spec])
 
 
 class _Several(Several):
@@ -123,9 +123,9 @@ class WandbSampleLog:
     and the report as its summary.
 
     Args:
-        mode: `"online"`, `"offline"` or `"disabled"`; `None` leaves it to WANDB_MODE.
+        mode: here and below, see `WandbRun`.
         project: wandb project.
-        folder: where wandb writes; its own default when `None`.
+        folder: where wandb writes.
 
     Raises:
         InvalidInputError: wandb is not installed.
@@ -134,13 +134,7 @@ class WandbSampleLog:
     def __init__(
         self, mode: str | None = None, project: str = PROJECT, folder: str | Path | None = None
     ) -> None:
-        self._wandb = import_wandb()
-        self._options = {
-            "project": project,
-            "mode": mode,
-            "dir": None if folder is None else str(folder),
-        }
-        self._run: Any = None
+        self._run = WandbRun(mode, project, folder)
 
     def start(self, settings: Record) -> None:
         """Opens the run.
@@ -149,30 +143,22 @@ class WandbSampleLog:
             InvalidInputError: wandb refuses, for example without a login.
         """
         self._running, self._rows = _Running(), []
-        try:
-            self._run = self._wandb.init(
-                config=settings, job_type="eval", reinit="create_new", **self._options
-            )
-        except self._wandb.Error as error:
-            raise InvalidInputError(
-                f"wandb cannot open a run: {error} Use --track wandb:offline, or log in."
-            ) from None
+        self._run.open(settings, job_type="eval")
 
     def sample(self, entry: Record) -> None:
         """Logs the figures so far; the number of questions is the step."""
         self._rows.append([_cell(entry.get(name)) for name in _COLUMNS])
-        self._run.log(self._running.add(entry), step=len(self._rows))
+        self._run.log(self._running.add(entry), len(self._rows))
 
     def finish(self, report: Record) -> None:
         """Logs the table and the report, and closes the run."""
-        self._run.log({"samples": self._wandb.Table(columns=list(_COLUMNS), data=self._rows)})
         kept = {name: value for name, value in report.items() if name not in ("settings", "task")}
-        self._run.summary.update(flat("report", kept))
-        self._run.finish()
+        table = self._run.table(list(_COLUMNS), self._rows)
+        self._run.close(flat("report", kept), {"samples": table})
 
     def abort(self) -> None:
         """Closes the run as failed."""
-        self._run.finish(exit_code=1)
+        self._run.fail()
 
 
 class TrackioSampleLog:
@@ -183,27 +169,25 @@ class TrackioSampleLog:
     """
 
     def __init__(self, project: str = PROJECT) -> None:
-        self._trackio = import_trackio()
-        self._project = project
+        self._run = TrackioRun(project)
 
     def start(self, settings: Record) -> None:
         """Opens the run."""
         self._running = _Running()
-        self._trackio.init(project=self._project, config=settings)
+        self._run.open(settings)
 
     def sample(self, entry: Record) -> None:
-        """Logs the figures so far."""
-        self._trackio.log(self._running.add(entry))
+        """Logs the figures so far; the number of questions is the step."""
+        figures = self._running.add(entry)
+        self._run.log(figures, self._running.count["questions"])
 
     def finish(self, report: Record) -> None:
         """Logs the report's numbers and closes the run."""
-        numbers = flat("report", report).items()
-        self._trackio.log({key: value for key, value in numbers if isinstance(value, (int, float))})
-        self._trackio.finish()
+        self._run.close(flat("report", report))
 
     def abort(self) -> None:
         """Closes the run."""
-        self._trackio.finish()
+        self._run.fail()
 
 
 def _cell(value: Any) -> Any:

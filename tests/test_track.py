@@ -1,9 +1,14 @@
 import json
+import sys
 import time
+from types import ModuleType
 
 import pytest
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.eval.run_scenes import SCENES
+from dlm_decode.eval.runner import evaluate
+from dlm_decode.eval.sample_log import make_sample_log
 from dlm_decode.record import read_records
 from dlm_decode.track import JsonlTracker, WandbTracker, make_tracker, step_scalars
 
@@ -33,6 +38,63 @@ def test_specs(tmp_path):
         make_tracker("jsonl:")
     with pytest.raises(InvalidInputError, match="start, step and finish"):
         make_tracker(3)
+
+
+class FakeTrackio(ModuleType):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        super().__init__("trackio")
+        self.heard = []
+
+    def init(self, project, config):
+        self.heard.append(("init", project, config))
+
+    def log(self, metrics, step=None):
+        assert "step" not in metrics, "trackio renames it"
+        self.heard.append(("log", metrics, step))
+
+    def finish(self):
+        self.heard.append(("finish",))
+
+
+def test_trackio_hears_a_run_and_an_evaluation(vlm, tmp_path, monkeypatch):
+    trackio = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    out = vlm.generate("what is this ?", track="trackio", stop=False)
+    opened, *logged, summary, finished = trackio.heard
+    assert opened[:2] == ("init", "dlm-decode") and opened[2]["model"] == vlm.name
+    assert [(step, metrics["commits"]) for _, metrics, step in logged] == [(i, 1) for i in range(8)]
+    assert summary[1]["cost/flops"] == out.cost.flops and "texts" not in summary[1]
+    assert finished == ("finish",)
+
+    trackio.heard.clear()
+    report = evaluate(
+        vlm, SCENES, {"steps": 2}, output=tmp_path / "out.jsonl", limit=2, track="trackio"
+    )
+    opened, *logged, summary, finished = trackio.heard
+    assert opened[2]["task"] == "scenes"
+    assert [(step, metrics["eval/questions"]) for _, metrics, step in logged] == [(1, 1), (2, 2)]
+    assert summary[1]["report/accuracy"] == report["accuracy"]
+    assert all(isinstance(value, (int, float)) for value in summary[1].values())
+    assert finished == ("finish",)
+
+
+def test_services_that_are_missing_or_refuse_are_named(vlm, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    for make in (make_tracker, make_sample_log):
+        with pytest.raises(InvalidInputError, match="needs trackio; install it"):
+            make("trackio")
+        with pytest.raises(UnknownNameError, match="Did you mean 'wandb'"):
+            make("wandb:")
+    wandb = pytest.importorskip("wandb")
+
+    def init(**options):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(InvalidInputError, match=r"No API key.* wandb:offline"):
+        vlm.generate("what is this ?", track="wandb:online")
 
 
 def test_several_trackers_get_every_record(vlm, tmp_path):
