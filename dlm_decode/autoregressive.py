@@ -94,6 +94,8 @@ class AutoregressiveVlm(BaseVlm):
         UnknownNameError: a model of another kind.
     """
 
+    own_sampler = Autoregressive.name
+
     def __init__(
         self,
         model: Any,
@@ -116,6 +118,10 @@ class AutoregressiveVlm(BaseVlm):
         given = generation_defaults or {}
         length = given.get("gen_length", given.get("max_new_tokens"))
         self.generation_defaults = {**self.architecture.default_settings, "gen_length": length}
+
+    def check_sampler(self, sampler: Any) -> None:
+        """Raises `InvalidInputError` for the samplers of diffusion models."""
+        check_options(sampler, {})
 
     @torch.no_grad()
     def generate(

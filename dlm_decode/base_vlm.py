@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,6 +62,9 @@ class BaseVlm:
         num_valid_tokens: ids from here on are no tokens; `None` where all are.
     """
 
+    own_sampler: ClassVar[str]
+    """What `generate` decodes with where nothing is said."""
+
     def __init__(
         self,
         model: Any,
@@ -103,6 +106,10 @@ class BaseVlm:
             return " ".join(map(str, ids))
         unwritten = self.special_ids.unwritten
         return self.processor.decode([token for token in ids if token not in unwritten])
+
+    def check_sampler(self, sampler: Any) -> None:
+        """Raises `InvalidInputError` for a sampler that cannot decode the model."""
+        raise NotImplementedError(f"{type(self).__name__} must know its samplers")
 
     @property
     def _given(self) -> GivenIds:

@@ -603,8 +603,8 @@ def _add_compare(commands: Any) -> None:
         dest="settings",
         type=lambda text: ("suite", text),
         metavar="NAME",
-        help="a list of variants that begins with baseline: lown, lown-choices, lown-budget, "
-        "caches; repeatable; the first variant of all is the reference",
+        help="a list of variants that begins with the reference: lown, lown-choices, lown-budget, "
+        "caches, stages; repeatable; the first variant of all is the reference",
     )
     parser.add_argument(
         "--limit", type=int, default=1000, help="number of questions (default 1000)"
@@ -656,7 +656,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     vlm = _load(arguments)
     own = resolve_settings({}, vlm.generation_defaults)
     names = [
-        name for kind, text in given for name in ([text] if kind == "variant" else suite(text, own))
+        name
+        for kind, text in given
+        for name in ([text] if kind == "variant" else suite(text, own, vlm.own_sampler))
     ]
     variants = {name: parsed.get(name) or Variant.parse(name) for name in names}
     for option in ("match", "match_score", "match_random"):

@@ -48,6 +48,8 @@ class DiffusionVlm(BaseVlm):
             class.
     """
 
+    own_sampler = "baseline"
+
     def __init__(
         self,
         model: DiffusionModel,
@@ -64,6 +66,11 @@ class DiffusionVlm(BaseVlm):
             special_ids=model.special_ids,
         )
         self.generation_defaults = {**model.default_settings, **(generation_defaults or {})}
+
+    def check_sampler(self, sampler: Any) -> None:
+        """Raises `InvalidInputError` for the sampler of autoregressive models."""
+        if isinstance(sampler, Autoregressive):
+            sampler.start(None)
 
     @torch.no_grad()
     def generate(
@@ -183,8 +190,7 @@ class DiffusionVlm(BaseVlm):
         """
         began = time.perf_counter()
         chosen_sampler = samplers.make(sampler)
-        if isinstance(chosen_sampler, Autoregressive):
-            chosen_sampler.start(None)
+        self.check_sampler(chosen_sampler)
         chosen_stages = vision.make_all(stages)
         attention_stage = _attention_stage(chosen_stages)
         chosen_cache = _cache_policy(cache, chosen_sampler)

@@ -77,6 +77,8 @@ def compare(
     names = [variant.name for variant in variants]
     if not names or len(set(names)) != len(names):
         raise InvalidInputError(f"give at least one variant, each once; got {names}.")
+    for variant in variants:
+        vlm.check_sampler(variant.options["sampler"])
     check_sizes(limit, batch)
     parts = batches(task.samples(limit), batch)
     results = [

@@ -319,7 +319,7 @@ def settings_of(
         "weights": vlm.fingerprint,
         "data": task.data,
         "dtype": str(vlm.model.dtype).removeprefix("torch."),
-        "sampler": describe(samplers.make(options.get("sampler") or "baseline")),
+        "sampler": describe(samplers.make(options.get("sampler") or vlm.own_sampler)),
         "stages": [describe(stage) for stage in vision.make_all(options.get("stages"))],
         "cache": policy if policy in (None, "none") else describe(cache.make(policy)),
         "options": {

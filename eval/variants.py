@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.settings import Settings
 
-__all__ = ["BUDGETS", "SUITES", "Variant", "check_suite", "fewer_steps", "payable_budgets", "suite"]
+__all__ = [
+    "BUDGETS",
+    "SUITES",
+    "Variant",
+    "check_suite",
+    "fewer_steps",
+    "payable_budgets",
+    "suite",
+    "suite_names",
+]
 
 BUDGETS = (0.6, 0.45, 0.3, 0.2, 0.15, 0.1, 0.07)
 """Relative costs at which budgets of LOWN are tried."""
@@ -222,30 +231,63 @@ def _cache_suite(settings: Settings) -> list[str]:
     return names
 
 
+def _stage_suite(reference: str) -> list[str]:
+    """Every vision stage that keeps a share of the visual tokens, at three shares, and LightKV.
+
+    What stays keeps its rotary positions where the stage leaves the choice: small models have seen
+    few others.
+    """
+    from dlm_decode import vision
+    from dlm_decode.samplers.autoregressive import Autoregressive
+    from dlm_decode.vision.base import AttentionStage
+
+    names = []
+    for name in vision.names():
+        stage = vision.get(name)
+        knobs = {field.name for field in fields(stage)}  # type: ignore[arg-type]
+        waits = reference == Autoregressive.name and issubclass(stage, AttentionStage)
+        if "keep_ratio" in knobs and not waits:
+            tail = ",positions=original" if "positions" in knobs else ""
+            names += [f"{name}:keep_ratio={share}{tail}" for share in STAGE_SHARES]
+    names.append("lightkv:windows=1,positions=original")
+    return [f"{reference}+{name}" for name in names]
+
+
+_STAGES = "stages"
+STAGE_SHARES = (0.333, 0.222, 0.111)
+"""What the suite `stages` keeps: the three budgets of SpecFlow's tables, 192, 128 and 64 of 576."""
+
 SUITES: dict[str, Callable[[Settings], list[str]]] = {
     "lown": _lown_suite,
     "lown-choices": _choices_suite,
     "lown-budget": _budget_suite,
     "caches": _cache_suite,
 }
-"""Named lists of variants, for a model whose own settings are given; `baseline` comes first."""
+"""Named lists of variants of a diffusion model whose own settings are given."""
 
 
-def suite(name: str, settings: Settings) -> list[str]:
-    """The variants of a suite, `baseline` first, each once.
+def suite(name: str, settings: Settings, reference: str = "baseline") -> list[str]:
+    """The variants of a suite, the reference first, each once.
 
     Args:
-        name: key of `SUITES`.
+        name: key of `SUITES`, or `"stages"`.
         settings: the model's own; step counts and block lengths follow from them.
+        reference: the sampler that the model is decoded with where nothing is said.
 
     Raises:
         UnknownNameError: no such suite.
     """
     check_suite(name)
-    return list(dict.fromkeys(["baseline", *SUITES[name](settings)]))
+    made = _stage_suite(reference) if name == _STAGES else SUITES[name](settings)
+    return list(dict.fromkeys([reference, *made]))
 
 
 def check_suite(name: str) -> None:
     """Raises `UnknownNameError` unless there is a suite called `name`."""
-    if name not in SUITES:
-        raise UnknownNameError("suite", name, SUITES)
+    if name not in suite_names():
+        raise UnknownNameError("suite", name, suite_names())
+
+
+def suite_names() -> tuple[str, ...]:
+    """Names of all suites."""
+    return (*SUITES, _STAGES)

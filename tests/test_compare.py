@@ -14,7 +14,7 @@ from dlm_decode.eval.matches import matched, matched_score, random_access
 from dlm_decode.eval.run_scenes import SCENES, Scenes, evaluate_scenes
 from dlm_decode.eval.runner import Results
 from dlm_decode.eval.tables import draw, render, to_csv
-from dlm_decode.eval.variants import SUITES, Variant, suite
+from dlm_decode.eval.variants import Variant, suite, suite_names
 from dlm_decode.settings import Settings, resolve_settings
 
 VARIANTS = [
@@ -284,7 +284,7 @@ def test_share_to_draw():
     assert share_to_draw(0, 0, 0, steps=8) is None
 
 
-@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("name", suite_names())
 def test_suites_can_be_decoded(vlm, name):
     own = resolve_settings({}, vlm.generation_defaults)
     names = suite(name, own)
@@ -361,7 +361,7 @@ def test_the_help_names_every_suite(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"begins with baseline: {', '.join(SUITES)};" in shown
+    assert f"begins with the reference: {', '.join(suite_names())};" in shown
 
 
 def test_suites_and_variants_combine(checkpoint, tmp_path, capsys):
