@@ -154,7 +154,6 @@ def test_stages_between_layers(ar_vlms, architecture, stages):
     own = vlm.generate(**inputs, gen_length=6, stop=False, stages=stages)
     assert torch.equal(own.sequences, pruned)
     assert [len(layer) for layer in lengths] == [2, 2, 2]
-    assert own.cost.kept_visual_tokens < own.cost.visual_tokens or architecture == "internvl"
     assert sum(lengths[-1]) < sum(lengths[0])
     visual = own.cost.layer_visual_tokens
     assert [counts[0] for counts in visual] == list(own.cost.visual_tokens)
@@ -166,7 +165,10 @@ def test_stages_between_layers(ar_vlms, architecture, stages):
         question = QUESTION + " a" * row
         alone = vlm.generate(question, images=pictures, gen_length=6, stop=False, stages=stages)
         assert alone.sequences[0].tolist() == pruned[row].tolist()
-        assert alone.cost.flops == own.cost.row_flops[row] < own.cost.row_baseline_flops[row]
+        assert alone.cost.flops == own.cost.row_flops[row] <= own.cost.row_baseline_flops[row]
+        # LightKV leaves pictures of fewer than 8 tokens alone.
+        is_left = own.cost.visual_tokens[row] < 8 and stages[0].startswith("lightkv")
+        assert (alone.cost.relative == 1) == is_left
 
 
 def test_beams_and_several_answers(ar_vlms):
