@@ -39,6 +39,8 @@ class Random(PictureStage):
         """See `PictureStage`."""
         first = picture.index[:1].cpu()
         content = torch.cat([picture.text_ids.cpu(), first]).numpy().tobytes()
-        generator = torch.Generator().manual_seed(self.seed * 2**32 + zlib.crc32(content))
+        # The generator reads 32 bits of its seed, so both go into one number of that size.
+        number = zlib.crc32(content, zlib.crc32(str(self.seed).encode()))
+        generator = torch.Generator().manual_seed(number)
         kept = torch.randperm(picture.num_patches, generator=generator)[:count].sort().values
         return Choice(kept.to(picture.index.device))
