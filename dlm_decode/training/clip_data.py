@@ -30,8 +30,9 @@ _LINE = POOLED + 1  # a newline vector ends every row
 _FRAME = POOLED * _LINE
 _CELL = IMAGE_SIZE / POOLED
 _BLIND_SHARE = 0.35  # no video, but the answer up to its letter: practice in looking options up
-_PRACTICE_SHARE = 0.5
-_LOOKUP_SHARE = 0.8
+_PRACTICE_SHARE = 0.2
+_LOOKUP_SHARE = 0.4
+_BLIND_LOOKUP_SHARE = 0.8
 
 
 class ClipReader(Reader):
@@ -191,7 +192,8 @@ class ClipDrawer:
         text = self.encoder.batch(samples, gap)
         features, visual_index, visual_real = self.visual(rows, stage, has_video, numbers)
         noisy = noised(text, numbers, self.encoder.mask, stage.full_share)
-        for row in np.flatnonzero(~has_video & (numbers.random(len(rows)) < _LOOKUP_SHARE)):
+        share = np.where(has_video, _LOOKUP_SHARE, _BLIND_LOOKUP_SHARE)
+        for row in np.flatnonzero(numbers.random(len(rows)) < share):
             if not samples[row].options:
                 continue
             response = text["response"][row]
