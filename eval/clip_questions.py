@@ -22,6 +22,7 @@ from dlm_decode.eval.scenes import CELL_NAMES, CELL_SIZE, COLOURS, SHAPES, Split
 
 __all__ = [
     "KINDS",
+    "LETTERS",
     "ClipSample",
     "ask",
     "clip_samples",

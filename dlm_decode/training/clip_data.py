@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_decode.eval.clip_questions import KINDS, ClipSample, ask, practice, score
+from dlm_decode.eval.clip_questions import KINDS, LETTERS, ClipSample, ask, practice, score
 from dlm_decode.eval.clips import FRAMES_PER_STEP, NUM_FRAMES, NUM_STEPS, Clip
 from dlm_decode.eval.scenes import IMAGE_SIZE
 from dlm_decode.models.anyres import pixels_of
@@ -30,8 +30,9 @@ _LINE = POOLED + 1  # a newline vector ends every row
 _FRAME = POOLED * _LINE
 _CELL = IMAGE_SIZE / POOLED
 _BLIND_SHARE = 0.35  # no video, but the answer up to its letter: practice in looking options up
-_PRACTICE_SHARE = 0.5
-_LOOKUP_SHARE = 0.8
+_PRACTICE_SHARE = 0.2
+_LOOKUP_SHARE = 0.4
+_BLIND_LOOKUP_SHARE = 0.8
 
 
 class ClipReader(Reader):
@@ -191,13 +192,20 @@ class ClipDrawer:
         text = self.encoder.batch(samples, gap)
         features, visual_index, visual_real = self.visual(rows, stage, has_video, numbers)
         noisy = noised(text, numbers, self.encoder.mask, stage.full_share)
-        for row in np.flatnonzero(~has_video & (numbers.random(len(rows)) < _LOOKUP_SHARE)):
+        share = np.where(has_video, _LOOKUP_SHARE, _BLIND_LOOKUP_SHARE)
+        for row in np.flatnonzero(numbers.random(len(rows)) < share):
             if not samples[row].options:
                 continue
             response = text["response"][row]
-            noisy["is_masked"][row] = torch.arange(len(response)) == 0
-            noisy["tokens"][row, -len(response) :] = response
-            noisy["tokens"][row, -len(response)] = self.encoder.mask
+            is_letter = torch.arange(len(response)) == 0
+            if not has_video[row]:
+                ids, places = self._listing(samples[row], numbers)
+                response[:] = ids
+                is_letter = torch.isin(torch.arange(len(response)), places)
+            noisy["is_masked"][row] = is_letter
+            noisy["tokens"][row, -len(response) :] = torch.where(
+                is_letter, self.encoder.mask, response
+            )
         if not has_video.any():
             features, visual_index, visual_real = (
                 part[:, :1] for part in (features, visual_index, visual_real)
@@ -209,6 +217,21 @@ class ClipDrawer:
             "features": features,
             "visual_index": visual_index,
         }
+
+    def _listing(self, sample: ClipSample, numbers: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """All options in another order as a response, and where their letters are.
+
+        That is as many look-ups as there are options, for the price of one.
+        """
+        ids: list[int] = []
+        places: list[int] = []
+        for number in numbers.permutation(len(sample.options)):
+            option = self.encoder.words(f"{LETTERS[number]} ) {sample.options[number]}")
+            if len(ids) + len(option) <= self.encoder.canvas:
+                places.append(len(ids))
+                ids += option
+        ids += [self.encoder.pad] * (self.encoder.canvas - len(ids))
+        return torch.tensor(ids), torch.tensor(places)
 
 
 def _near(centre: tuple[float, float], count: int | None) -> list[int]:
