@@ -121,7 +121,7 @@ def test_the_whole_command_writes_a_folder_that_loads(tmp_path, monkeypatch):
     assert model.model.dtype == torch.float32
     out = model.generate("What is in the picture?", build_pool(1, "heldout").scenes[0].image)
     assert out.cost.visual_tokens == (145,)
-    tower, weights = tiny._from_export(tmp_path / "out")
+    tower, weights = tiny.from_export(tmp_path / "out")
     again = tmp_path / "again"
     assert (
         tiny.run(
@@ -134,7 +134,7 @@ def test_the_whole_command_writes_a_folder_that_loads(tmp_path, monkeypatch):
         == language.Reader(len(weights["language.lm_head.weight"]), 96).state_dict().keys()
     )
     first, second = (
-        tiny._from_export(folder)[0].tower.state_dict() for folder in (tmp_path / "out", again)
+        tiny.from_export(folder)[0].tower.state_dict() for folder in (tmp_path / "out", again)
     )
     assert all(torch.equal(first[key], second[key]) for key in tower.tower.state_dict())
     with pytest.raises(InvalidInputError, match="above 0"):

@@ -1,6 +1,6 @@
 """`dlm-decode train-tiny`: makes scenes, trains the tower and then the language model on them.
 
-The result is a folder in LLaDA-V's checkpoint format.
+The result is a folder in LLaDA-V's checkpoint format, or in LLaVA-1.5's with `--kind ar`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.training.data import build_pool, build_tokenizer
+from dlm_decode.training.data import ScenePool, build_pool, build_tokenizer
 from dlm_decode.training.language import (
     CANVAS,
     LANGUAGE_CONFIG,
@@ -26,9 +26,10 @@ from dlm_decode.training.language import (
     Stage,
     train_language,
 )
+from dlm_decode.training.recipe import Lesson, Recipe
 from dlm_decode.training.tower import VISION_CONFIG, PatchReader, encode_pool, train_tower
 
-__all__ = ["add_arguments", "export", "run"]
+__all__ = ["KIND_WEIGHTS", "add_arguments", "export", "from_export", "run"]
 
 # What training watches is not what evaluation asks: held-out scenes from here on.
 WATCHED_SCENES = 400
@@ -72,11 +73,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="folder for intermediate state; a run resumes from it (default OUTPUT.work)",
     )
+    parser.add_argument(
+        "--kind",
+        choices=("picture", "ar"),
+        default="picture",
+        help="picture: a LLaDA-V; ar: its autoregressive twin, a LLaVA-1.5 (default picture)",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--start",
         type=Path,
-        help="exported folder to continue from, tower included (default: anew)",
+        help="exported folder to continue from, tower included; with --kind ar also a picture "
+        "model, whose tower is then trained further (default: anew)",
     )
     parser.add_argument(
         "--scenes", type=int, default=30_000, help="training scenes (default 30000)"
@@ -104,44 +112,81 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInputError("--scenes, --tower-steps and --scale must be above 0.")
     if args.threads:
         torch.set_num_threads(args.threads)
+    recipe = _recipe(args.kind)
     work = args.work or args.output.with_name(args.output.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
     _claim(work / "arguments.json", args)
     tokenizer_folder = work / "tokenizer"
-    build_tokenizer(tokenizer_folder)
+    recipe.build_tokenizer(tokenizer_folder)
     pool = build_pool(args.scenes, "train")
-    seen = (
-        pool.joined(build_pool(args.dense_scenes, "train", is_dense=True))
-        if args.dense_scenes
-        else pool
-    )
     heldout = build_pool(WATCHED_SCENES, "heldout", FIRST_WATCHED)
-    if args.start is None:
-        start = None
+    tower, start = (None, None) if args.start is None else recipe.read(args.start, pool)
+    if tower is None or start is None:
+        dense = build_pool(args.dense_scenes, "train", is_dense=True)
         tower = train_tower(
-            seen, heldout, work / "tower.pt", steps=args.tower_steps, seed=args.seed
+            pool.joined(dense),
+            heldout,
+            work / "tower.pt",
+            steps=args.tower_steps,
+            start=tower,
+            kind=recipe.tower_kind,
+            seed=args.seed,
         )
-    else:
-        tower, start = _from_export(args.start)
-    encoder = _encoder(tokenizer_folder)
-    reader = train_language(
-        Drawer(
+    reader = recipe.train(
+        Lesson(
             pool,
             _features(work / "features.npy", tower, pool),
-            encoder,
-            KIND_WEIGHTS,
-            practises=True,
-        ),
-        Drawer(heldout, encode_pool(tower, heldout), encoder),
-        stages(args.scale),
-        work,
-        vocab_size=len(encoder.ids),
-        seed=args.seed,
-        start=start,
+            heldout,
+            encode_pool(tower, heldout),
+            tokenizer_folder,
+            work,
+            args.scale,
+            args.seed,
+            start,
+        )
     )
-    export(args.output, tower, reader, tokenizer_folder)
+    recipe.export(args.output, tower, reader, tokenizer_folder)
     print(f"wrote {args.output}")
     return 0
+
+
+def _recipe(kind: str) -> Recipe:
+    if kind == "ar":
+        from dlm_decode.training.tiny_ar import ArRecipe
+
+        return ArRecipe()
+    return PictureRecipe()
+
+
+class PictureRecipe(Recipe):
+    """`tiny`: a LLaDA-V."""
+
+    def build_tokenizer(self, folder: Path) -> None:
+        """See `Recipe`."""
+        build_tokenizer(folder)
+
+    def read(self, folder: Path, pool: ScenePool) -> tuple[PatchReader, dict[str, torch.Tensor]]:
+        """See `Recipe`."""
+        return from_export(folder)
+
+    def train(self, lesson: Lesson) -> Reader:
+        """See `Recipe`."""
+        encoder = _encoder(lesson.tokenizer)
+        return train_language(
+            Drawer(lesson.pool, lesson.features, encoder, KIND_WEIGHTS, practises=True),
+            Drawer(lesson.heldout, lesson.heldout_features, encoder),
+            stages(lesson.scale),
+            lesson.work,
+            vocab_size=len(encoder.ids),
+            seed=lesson.seed,
+            start=lesson.start,
+        )
+
+    def export(
+        self, folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: Path
+    ) -> None:
+        """See `Recipe`."""
+        export(folder, tower, reader, tokenizer_folder)
 
 
 def _features(path: Path, tower: PatchReader, pool: Any) -> np.ndarray:
@@ -158,7 +203,7 @@ def _claim(path: Path, args: argparse.Namespace) -> None:
     Raises:
         InvalidInputError: the work folder belongs to other arguments.
     """
-    names = ("seed", "start", "scenes", "dense_scenes", "tower_steps", "scale")
+    names = ("kind", "seed", "start", "scenes", "dense_scenes", "tower_steps", "scale")
     own = {name: str(getattr(args, name)) for name in names}
     if path.exists() and json.loads(path.read_text(encoding="utf-8")) != own:
         raise InvalidInputError(
@@ -168,7 +213,7 @@ def _claim(path: Path, args: argparse.Namespace) -> None:
     path.write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
 
 
-def _from_export(folder: Path) -> tuple[PatchReader, dict[str, torch.Tensor]]:
+def from_export(folder: Path) -> tuple[PatchReader, dict[str, torch.Tensor]]:
     """The tower and the weights of a `Reader` in an exported folder.
 
     Raises:
