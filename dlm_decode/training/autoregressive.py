@@ -28,11 +28,21 @@ from dlm_decode.training.questions import ANSWER_WORDS, NUM_PATCHES, VERDICTS, S
 from dlm_decode.training.stages import TrainingStage, accuracy_by_kind, run_stages
 from dlm_decode.training.tower import VISION_CONFIG
 
-__all__ = ["ArDrawer", "ArEncoder", "ArReader", "model_config", "train_ar"]
+__all__ = [
+    "NUM_WATCHED",
+    "ArDrawer",
+    "ArEncoder",
+    "ArReader",
+    "greedy_hits",
+    "model_config",
+    "train_ar",
+]
 
 _IGNORED = -100
 _BLIND_SHARE = 0.06
 _FLAG_WEIGHT = 0.5
+NUM_WATCHED = 600
+"""Held-out questions that are watched during training."""
 
 
 def model_config(ids: dict[str, int]) -> LlavaConfig:
@@ -301,7 +311,7 @@ def train_ar(
         return _step_loss(reader, drawer.batches(stage, seed, step), own)
 
     def evaluate(stage: TrainingStage) -> dict[str, float]:
-        samples, rows = heldout.samples(random.Random("evaluation"), 600)
+        samples, rows = heldout.samples(random.Random("evaluation"), NUM_WATCHED)
         return accuracy_by_kind(samples, greedy_hits(reader, heldout, samples, rows, stage))
 
     run_stages(reader, stages, folder, loss_of, evaluate, every=evaluate_every)

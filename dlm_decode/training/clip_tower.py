@@ -51,8 +51,7 @@ class ClipPatchReader(PatchReader):
         """Begins with what the SigLIP tower of a trained `tiny` knows of patches.
 
         CLIP normalises its embeddings and has no bias on patches; scale and bias are moved to where
-        it has them, which is nearly the same function. The last layer starts as a copy of the one
-        before.
+        it has them, which is nearly the same function.
 
         Args:
             reader: of that tower.
@@ -69,8 +68,7 @@ class ClipPatchReader(PatchReader):
         embeddings = ours(pixels_of(pool.images[:128]))[:, 1:]
         tower.pre_layrnorm.weight.fill_(embeddings.std(-1).mean())
         tower.pre_layrnorm.bias.fill_(embeddings.mean())
-        layers = list(siglip.encoder.layers)
-        for ours, theirs in zip(tower.encoder.layers, [*layers, layers[-1]], strict=True):
+        for ours, theirs in zip(tower.encoder.layers[:-1], siglip.encoder.layers, strict=True):
             ours.load_state_dict(theirs.state_dict())
         for ours, theirs in zip(self.heads, reader.heads, strict=True):
             ours.load_state_dict(theirs.state_dict())

@@ -50,10 +50,11 @@ CHAT_TEMPLATE = (
 AR_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<pad>", "<image>")
 AR_CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | upper + ': ' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% if message['content'] is string %}{{ message['content'] | trim }}{% else %}"
     "{% for part in message['content'] if part['type'] == 'image' %}{{ '<image>\n' }}{% endfor %}"
-    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor %}"
-    "{% endif %}{{ ' ' }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    "{% for part in message['content'] if part['type'] == 'text' %}{{ part['text'] | trim }}"
+    "{% endfor %}{% endif %}{{ ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 
 

@@ -1,6 +1,6 @@
 """`dlm-decode train-tiny`: makes scenes, trains the tower and then the language model on them.
 
-The result is a folder in LLaDA-V's checkpoint format.
+The result is a folder in LLaDA-V's checkpoint format, or in LLaVA-1.5's with `--kind ar`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.training.data import build_pool, build_tokenizer
+from dlm_decode.training.data import ScenePool, build_pool, build_tokenizer
 from dlm_decode.training.language import (
     CANVAS,
     LANGUAGE_CONFIG,
@@ -27,9 +27,11 @@ from dlm_decode.training.language import (
     Stage,
     train_language,
 )
+from dlm_decode.training.recipe import Lesson, Recipe
 from dlm_decode.training.tower import VISION_CONFIG, PatchReader, encode_pool, train_tower
 
 __all__ = [
+    "KIND_WEIGHTS",
     "TOWER_PREFIX",
     "add_arguments",
     "claim",
@@ -45,9 +47,13 @@ __all__ = [
 WATCHED_SCENES = 400
 FIRST_WATCHED = 100_000
 TOWER_PREFIX = "model.vision_tower."
-_DEFAULTS = {
-    "picture": {"scenes": 30_000, "dense_scenes": 30_000, "tower_steps": 2000},
-    "video": {"clips": 8000},
+_SCENE_KINDS = ("picture", "ar")
+# By option: what it counts, the kinds of models that have it, and its default.
+_NUMBERS = {
+    "scenes": ("training scenes", _SCENE_KINDS, 30_000),
+    "dense_scenes": ("full scenes for the tower only", _SCENE_KINDS, 30_000),
+    "tower_steps": ("steps of the tower's training", _SCENE_KINDS, 2000),
+    "clips": ("training clips", ("video",), 8000),
 }
 KIND_WEIGHTS = {
     "describe": 1.6,
@@ -90,30 +96,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kind",
-        choices=tuple(_DEFAULTS),
+        choices=("picture", "ar", "video"),
         default="picture",
-        help="picture: a LLaDA-V that answers about scenes; video: a VidLaDA that answers "
-        "about clips, made from the shipped picture model (default picture)",
+        help="picture: a LLaDA-V that answers about scenes; ar: its autoregressive twin, a "
+        "LLaVA-1.5; video: a VidLaDA that answers about clips, made from the shipped picture "
+        "model (default picture)",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--start",
         type=Path,
-        help="exported folder to continue from, tower included (default: anew; for videos tiny)",
+        help="exported folder to continue from, tower included (default: anew; for videos tiny); "
+        "with --kind ar also a picture model, whose tower is then trained further",
     )
-    texts = {
-        "scenes": "training scenes",
-        "dense_scenes": "full scenes for the tower only",
-        "tower_steps": "steps of the tower's training",
-        "clips": "training clips",
-    }
-    for kind, defaults in _DEFAULTS.items():
-        for name, default in defaults.items():
-            parser.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=int,
-                help=f"{texts[name]}, kind {kind} only (default {default})",
-            )
+    for name, (text, kinds, default) in _NUMBERS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=int,
+            help=f"{text}; kind {' and '.join(kinds)} (default {default})",
+        )
     parser.add_argument(
         "--scale", type=float, default=1.0, help="multiplies the language-model steps (default 1)"
     )
@@ -134,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
         from dlm_decode.training.video import train_video
 
         return train_video(args)
+    recipe = _recipe(args.kind)
     work = args.work or args.output.with_name(args.output.name + ".work")
     work.mkdir(parents=True, exist_ok=True)
     claim(
@@ -142,57 +144,94 @@ def run(args: argparse.Namespace) -> int:
         ("kind", "seed", "start", "scenes", "dense_scenes", "tower_steps", "scale"),
     )
     tokenizer_folder = work / "tokenizer"
-    build_tokenizer(tokenizer_folder)
+    recipe.build_tokenizer(tokenizer_folder)
     pool = build_pool(args.scenes, "train")
-    seen = (
-        pool.joined(build_pool(args.dense_scenes, "train", is_dense=True))
-        if args.dense_scenes
-        else pool
-    )
     heldout = build_pool(WATCHED_SCENES, "heldout", FIRST_WATCHED)
-    if args.start is None:
-        start = None
+    tower, start = (None, None) if args.start is None else recipe.read(args.start, pool)
+    if tower is None or start is None:
+        dense = build_pool(args.dense_scenes, "train", is_dense=True)
         tower = train_tower(
-            seen, heldout, work / "tower.pt", steps=args.tower_steps, seed=args.seed
+            pool.joined(dense),
+            heldout,
+            work / "tower.pt",
+            steps=args.tower_steps,
+            start=tower,
+            kind=recipe.tower_kind,
+            seed=args.seed,
         )
-    else:
-        tower, start = from_export(args.start)
-    encoder = read_encoder(tokenizer_folder)
-    reader = train_language(
-        Drawer(
+    reader = recipe.train(
+        Lesson(
             pool,
             _features(work / "features.npy", tower, pool),
-            encoder,
-            KIND_WEIGHTS,
-            practises=True,
-        ),
-        Drawer(heldout, encode_pool(tower, heldout), encoder),
-        stages(args.scale),
-        work,
-        vocab_size=len(encoder.ids),
-        seed=args.seed,
-        start=start,
+            heldout,
+            encode_pool(tower, heldout),
+            tokenizer_folder,
+            work,
+            args.scale,
+            args.seed,
+            start,
+        )
     )
-    export(args.output, tower, reader, tokenizer_folder)
+    recipe.export(args.output, tower, reader, tokenizer_folder)
     print(f"wrote {args.output}")
     return 0
 
 
 def _fill_in(args: argparse.Namespace) -> None:
     """Defaults of the kind's own numbers; refuses those of other kinds, and what is below 1."""
-    for kind, defaults in _DEFAULTS.items():
-        for name, default in defaults.items():
-            value, option = getattr(args, name), "--" + name.replace("_", "-")
-            if kind != args.kind and value is not None:
+    for name, (_, kinds, default) in _NUMBERS.items():
+        value, option = getattr(args, name), "--" + name.replace("_", "-")
+        if args.kind not in kinds:
+            if value is not None:
                 raise InvalidInputError(
-                    f"{option} is for --kind {kind}; leave it out with --kind {args.kind}."
+                    f"{option} is for --kind {' and '.join(kinds)}; leave it out with --kind "
+                    f"{args.kind}."
                 )
-            if kind == args.kind and value is None:
-                setattr(args, name, default)
-            elif value is not None and value < (0 if name == "dense_scenes" else 1):
-                raise InvalidInputError(f"{option} must be above 0, got {value}.")
+        elif value is None:
+            setattr(args, name, default)
+        elif value < 1:
+            raise InvalidInputError(f"{option} must be at least 1, got {value}.")
     if args.scale <= 0:
         raise InvalidInputError(f"--scale must be above 0, got {args.scale}.")
+
+
+def _recipe(kind: str) -> Recipe:
+    if kind == "ar":
+        from dlm_decode.training.tiny_ar import ArRecipe
+
+        return ArRecipe()
+    return PictureRecipe()
+
+
+class PictureRecipe(Recipe):
+    """`tiny`: a LLaDA-V."""
+
+    def build_tokenizer(self, folder: Path) -> None:
+        """See `Recipe`."""
+        build_tokenizer(folder)
+
+    def read(self, folder: Path, pool: ScenePool) -> tuple[PatchReader, dict[str, torch.Tensor]]:
+        """See `Recipe`."""
+        return from_export(folder)
+
+    def train(self, lesson: Lesson) -> Reader:
+        """See `Recipe`."""
+        encoder = read_encoder(lesson.tokenizer)
+        return train_language(
+            Drawer(lesson.pool, lesson.features, encoder, KIND_WEIGHTS, practises=True),
+            Drawer(lesson.heldout, lesson.heldout_features, encoder),
+            stages(lesson.scale),
+            lesson.work,
+            vocab_size=len(encoder.ids),
+            seed=lesson.seed,
+            start=lesson.start,
+        )
+
+    def export(
+        self, folder: Path, tower: PatchReader, reader: Reader, tokenizer_folder: Path
+    ) -> None:
+        """See `Recipe`."""
+        export(folder, tower, reader, tokenizer_folder)
 
 
 def _features(path: Path, tower: PatchReader, pool: Any) -> np.ndarray:
