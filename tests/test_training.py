@@ -137,7 +137,7 @@ def test_the_whole_command_writes_a_folder_that_loads(tmp_path, monkeypatch):
         tiny.from_export(folder)[0].tower.state_dict() for folder in (tmp_path / "out", again)
     )
     assert all(torch.equal(first[key], second[key]) for key in tower.tower.state_dict())
-    with pytest.raises(InvalidInputError, match="above 0"):
+    with pytest.raises(InvalidInputError, match="at least 1"):
         tiny.run(parser.parse_args(["--output", str(tmp_path / "out"), "--scenes", "0"]))
 
 
