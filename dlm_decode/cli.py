@@ -498,12 +498,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     limit = arguments.default_limit if arguments.limit is None else arguments.limit
     batch = arguments.default_batch if arguments.batch is None else arguments.batch
     runner.check_sizes(limit, batch)
+    task = arguments.load_task(arguments)
     options = _decoding_options(arguments)
     if hasattr(arguments, "max_frames"):
         options.update(_video_options(arguments))
     runner.check_options(options)
     check_track(arguments.track)
-    task = arguments.load_task(arguments)
     report = runner.evaluate(
         _load(arguments),
         task,
