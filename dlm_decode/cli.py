@@ -175,12 +175,6 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from dlm_decode import cache as caches
     from dlm_decode import quota, samplers, vision
 
-    spec = arguments.sampler or _own_sampler(arguments)
-    if arguments.set:
-        for entry in arguments.set:
-            if "=" not in entry:
-                raise InvalidInputError(f"--set {entry!r} is not KEY=VALUE.")
-        spec += ("," if ":" in spec else ":") + ",".join(arguments.set)
     names = (
         "cache",
         "gen_length",
@@ -203,6 +197,13 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.schedule is not None:
         options["schedule"] = quota.make(arguments.schedule)
     stages = [vision.make(stage) for stage in arguments.stage]
+    # Whatever can be wrong without the model has been found by now: this reads its config.
+    spec = arguments.sampler or _own_sampler(arguments)
+    if arguments.set:
+        for entry in arguments.set:
+            if "=" not in entry:
+                raise InvalidInputError(f"--set {entry!r} is not KEY=VALUE.")
+        spec += ("," if ":" in spec else ":") + ",".join(arguments.set)
     return {"sampler": samplers.make(spec), "stages": stages, **options}
 
 
