@@ -68,6 +68,7 @@ def test_whose_attention_ranks(rows, is_causal, num_masked, expected):
 def test_attention_is_that_of_the_whole_map():
     for is_causal in (True, False):
         view = view_of(layout(3, 6, 5), is_causal=is_causal)
+        assert view.queries is not None and view.keys is not None
         scores = view.queries @ view.keys.repeat_interleave(2, 0).transpose(1, 2) * 6**-0.5
         if is_causal:
             scores += torch.full((14, 14), float("-inf")).triu(1)
@@ -146,16 +147,16 @@ def test_merging_conserves_weighted_mass(count, ratio, seed):
 
 
 @pytest.mark.parametrize("guidance", ["query_softmax", "causal_attention", "uniform", "random"])
-@pytest.mark.parametrize("grid", ["fake_square", "true"])
+@pytest.mark.parametrize("grid", ["fake_square", "cells"])
 def test_one_stage_of_lightkv(guidance, grid):
-    view = view_of(grid_layout(6, 7, has_newline=grid == "true"), layer=1)
+    view = view_of(grid_layout(6, 7, has_newline=grid == "cells"), layer=1)
     stage = LightKV(1, 2, 0.5, guidance, grid)
     reduction = stage.reduce(view)
     is_visual = view.layout.is_visual[reduction.index]
     assert torch.equal(reduction.hidden[~is_visual], view.hidden[reduction.index][~is_visual]), (
         "text is untouched, bit for bit"
     )
-    if grid == "true":
+    if grid == "cells":
         newlines = (view.layout.is_visual & (view.layout.parts < 0)).nonzero()[:, 0]
         assert set(newlines.tolist()) <= set(reduction.index.tolist())
         assert int(is_visual.sum()) == 6 + 2 * (6 + 5)  # newlines, and windows of 12 and 9
@@ -173,12 +174,12 @@ def test_one_stage_of_lightkv(guidance, grid):
     assert torch.equal(original.position_ids, original.index * 2)
 
 
-def test_windows_of_a_true_grid_lie_in_the_picture():
+def test_windows_of_cells_lie_in_the_picture():
     """Tokens are merged within their quarter of it, and so is what is left of them."""
     row = grid_layout(8, 8)
     view = view_of(row)
     for turn in range(2):
-        reduction = LightKV(0, 2, 0.25, "uniform", "true").reduce(view)
+        reduction = LightKV(0, 2, 0.25, "uniform", "cells").reduce(view)
         target = reduction.index[reduction.groups]
         is_merged = target != torch.arange(len(target))
         assert int(is_merged.sum()) == (16, 12)[turn]
@@ -243,6 +244,6 @@ def test_knobs_that_cannot_work(spec, message):
         vision.make(spec)
 
 
-def test_a_true_grid_must_be_known():
+def test_cells_must_be_known():
     with pytest.raises(InvalidInputError, match="use grid='fake_square'"):
-        LightKV(0, 1, grid="true").reduce(view_of(layout(2, 30, 2)))
+        LightKV(0, 1, grid="cells").reduce(view_of(layout(2, 30, 2)))
