@@ -300,7 +300,7 @@ def test_behind_other_stages(vlm):
     assert out.cost.layer_visual_tokens[0] == (entered, entered, *[round(entered / 2)] * 2)
     two = vlm.generate(QUESTION, images=picture(80, 60), stages=[LIGHT, FASTV], **LENGTHS)
     counts = two.cost.layer_visual_tokens[0]
-    first = LightKV(0, 1).keeps(0, counts[0], 1)
+    first = LightKV(0, 1).keeps(0, counts[0], 1) or 0
     assert counts[1:3] == (first, round(first / 2))
 
 

@@ -237,6 +237,10 @@ def test_schedules():
         ("lightkv:ratios=0.6", "between 0 and 0.5"),
         ("lightkv:guidance=softmax", "unknown guidance"),
         ("lightkv:seed=3", "goes with guidance='random'"),
+        ("pyramiddrop:depths=0-2", "depths must ascend, counted from 1"),
+        ("pyramiddrop:keep_ratios=0.5-0.6-0.1", "keep_ratios must descend"),
+        ("pyramiddrop:rows=none_such", "unknown rows"),
+        ("dart:visual_pivots=0", "visual_pivots must be a whole number"),
     ],
 )
 def test_knobs_that_cannot_work(spec, message):
@@ -247,3 +251,42 @@ def test_knobs_that_cannot_work(spec, message):
 def test_cells_must_be_known():
     with pytest.raises(InvalidInputError, match="use grid='fake_square'"):
         LightKV(0, 1, grid="cells").reduce(view_of(layout(2, 30, 2)))
+
+
+def test_a_pyramid():
+    """Cumulative shares of what entered, each time the strongest."""
+    stage = vision.make("pyramiddrop:depths=1-2-3")
+    view = view_of(layout(3, 40, 5))
+    assert stage.layers(5) == (0, 1, 2)
+    assert vision.make("pyramiddrop").layers(32) == (7, 15, 23)
+    assert vision.make("pyramiddrop").layers(2) == (0,)
+    for layer, count in enumerate((20, 10, 5)):
+        view.layer, view.num_layers = layer, 5
+        before = len(view.visual)
+        assert stage.keeps(layer, before, 1) == count
+        received = view.attention(torch.tensor([len(view.hidden) - 1])).mean(dim=(0, 1))
+        reduction = stage.reduce(view)
+        kept = reduction.index[view.layout.is_visual[reduction.index]]
+        best = view.visual[received[view.visual].topk(count).indices].sort().values
+        assert torch.equal(kept, best)
+        view = view.behind(reduction)
+
+
+def test_dart_takes_what_differs_from_its_pivots():
+    view = view_of(layout(3, 40, 5), num_masked=2, is_causal=False)
+    size = view.keys.abs().sum(dim=(0, 2))
+    visual, text = view.visual, torch.tensor([0, 1, 2, 43, 44, 45])
+    pivots = [
+        *visual[size[visual].topk(2).indices].tolist(),
+        *text[size[text].topk(2).indices].tolist(),
+    ]
+    unit = torch.nn.functional.normalize(view.hidden, dim=-1)
+    free, expected = set(visual.tolist()) - set(pivots), set(pivots[:2])
+    for pivot in pivots:
+        nearest_last = sorted(free, key=lambda place: float(unit[place] @ unit[pivot]))[:5]
+        free -= set(nearest_last)
+        expected |= set(nearest_last)
+    stage = vision.make("dart:k=1,visual_pivots=2,text_pivots=2")
+    index = stage.reduce(view).index
+    assert set(index[view.layout.is_visual[index]].tolist()) == expected
+    assert len(expected) == stage.keeps(0, 40, 1) == 22
