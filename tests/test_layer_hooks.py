@@ -3,6 +3,8 @@ and gone afterwards."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from text_models import KINDS, cache_of, causal_lm, layout
@@ -121,6 +123,20 @@ def test_rows_of_a_padded_batch_are_as_alone(kind, stage, implementation):
         ]
 
 
+@dataclass(frozen=True)
+class Onlooker(FastV):
+    """Scores as FastV does, and takes nothing away."""
+
+    def reduce(self, view):
+        super().reduce(view)
+
+
+def test_pairs_are_counted_once_where_a_stage_takes_nothing_away():
+    inputs, padding = embeds(16)
+    _, reducer = run(causal_lm(KINDS[0]), [Onlooker(2), FastV(2)], [LAYOUT], inputs, padding)
+    assert reducer.num_scores == ((0,), (32,), (0,), (0,))
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_equally_long_rows_that_lose_unequally_many(implementation):
     """No mask comes from the model, and one is needed behind the stage."""
@@ -141,7 +157,7 @@ def test_equally_long_rows_that_lose_unequally_many(implementation):
 )
 def test_what_changes_nothing_is_bit_for_bit_no_stage(stage):
     """Everything kept, everything run, nothing merged, the last layer, too small an image."""
-    model = causal_lm("llama")
+    model = causal_lm(KINDS[0])
     inputs, padding = embeds(16)
     plain, _ = run(model, [], [LAYOUT], inputs, padding, (1, 2))
     same, _ = run(model, [stage], [LAYOUT], inputs, padding, (1, 2))
@@ -150,7 +166,7 @@ def test_what_changes_nothing_is_bit_for_bit_no_stage(stage):
 
 def test_stages_one_behind_another():
     """At different layers, and at the same one."""
-    model = causal_lm("llama")
+    model = causal_lm(KINDS[0])
     inputs, padding = embeds(16)
     stages = [FastV(1, 0.5), LightKV("0-2", 1, 0.5, positions="original")]
     _, reducer = run(model, stages, [layout(2, 16 - 5, 3)], inputs, padding)
@@ -160,7 +176,7 @@ def test_stages_one_behind_another():
 
 
 def test_what_the_hooks_show_is_what_the_layer_computes(monkeypatch):
-    model = causal_lm("llama")
+    model = causal_lm(KINDS[0])
     inputs, padding = embeds(14, 16)
     seen = []
     reduce = FastV.reduce
@@ -215,7 +231,7 @@ def test_three_axes_of_positions(stage):
 
 
 def test_generate_of_transformers_and_its_beams():
-    model = causal_lm("llama")
+    model = causal_lm(KINDS[0])
     inputs, padding = embeds(14, 16)
     layouts = [layout(1, 9, 4), LAYOUT]
     reducer = LayerReducer([FastV(2)], 4)
@@ -245,7 +261,7 @@ def num_hooks(model):
 
 def test_nothing_is_left_behind():
     """After a run, after an error in a stage, and after one in the layer that is looked at."""
-    model = causal_lm("llama")
+    model = causal_lm(KINDS[0])
     inputs, padding = embeds(16)
     plain = model(inputs_embeds=inputs).logits
     run(model, [FastV(2)], [LAYOUT], inputs, padding)
@@ -269,7 +285,7 @@ def test_nothing_is_left_behind():
 
 
 def test_what_cannot_work_is_said():
-    model, inputs = causal_lm("llama"), embeds(16)[0]
+    model, inputs = causal_lm(KINDS[0]), embeds(16)[0]
     for stages, num_layers, message in (
         ([FastV(5)], 4, "layers \\[4\\], and the model has 4"),
         ([LightKV("2-7", 1)], 4, "layers \\[7\\]"),

@@ -218,7 +218,7 @@ def test_needs_and_mistakes():
     assert {name for name, own in needs.items() if "tower_keys" in own} == {"visionzip"}
     assert not tower_needs([make("visionzip:keep_ratio=1"), make("stride")])
     for spec, message in (
-        ("random:seed=-1", "seed must be a whole number from 0 on"),
+        ("random:seed=-1", "seed must be a whole number of at least 0"),
         ("pitome:margin=2", "margin must lie in"),
         ("visionzip:contextual=1", "contextual must lie in"),
         ("holov:num_crops=0", "num_crops must be a whole number"),

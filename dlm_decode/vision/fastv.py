@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.errors import InvalidInputError
 from dlm_decode.vision import register_stage
 from dlm_decode.vision.base import check_keep_ratio
 from dlm_decode.vision.inside import InsideBase, LayerView, Reduction
-from dlm_decode.vision.knobs import check_count, check_layers
+from dlm_decode.vision.knobs import check_choice, check_count, check_layers
 
 __all__ = ["FastV", "Rows", "num_kept", "query_rows", "strongest"]
 
@@ -59,8 +59,8 @@ class FastV(InsideBase):
         super().__post_init__()
         check_count("k", self.k)
         check_keep_ratio(self.keep_ratio)
-        if self.rows is not None and self.rows not in get_args(Rows):
-            raise UnknownNameError("rows", str(self.rows), get_args(Rows))
+        if self.rows is not None:
+            check_choice("rows", self.rows, Rows)
 
     @classmethod
     def from_drop_ratio(cls, k: int, r: float) -> FastV:

@@ -13,7 +13,8 @@ from dlm_decode.errors import InvalidInputError
 from dlm_decode.vision import register_stage
 from dlm_decode.vision.allocation import quotas
 from dlm_decode.vision.base import TowerNeed
-from dlm_decode.vision.picture import Choice, Picture, PictureStage, check_count
+from dlm_decode.vision.knobs import check_count
+from dlm_decode.vision.picture import Choice, Picture, PictureStage
 
 __all__ = ["HoloV"]
 

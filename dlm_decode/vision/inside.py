@@ -7,14 +7,14 @@ hooks on stock classes: both show it one row at a time as a `LayerView`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dlm_decode.canvas import Prompt
-from dlm_decode.errors import UnknownNameError
 from dlm_decode.vision.base import Stage
+from dlm_decode.vision.knobs import check_choice
 
 __all__ = [
     "InsideBase",
@@ -46,7 +46,7 @@ class RowLayout:
     parts: Tensor
     cells: Tensor
 
-    def picked(self, index: Tensor) -> RowLayout:
+    def picked(self, index: Tensor | slice) -> RowLayout:
         """The layout of the positions `index`, in that order."""
         return RowLayout(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
@@ -260,8 +260,7 @@ class InsideBase:
     when: When = field(default="every", kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.when not in get_args(When):
-            raise UnknownNameError("when", str(self.when), get_args(When))
+        check_choice("when", self.when, When)
 
     def before_lm(self, prompt: Prompt) -> Prompt:
         """The prompt as it is; layers in front of the stage read all of it."""

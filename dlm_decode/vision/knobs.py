@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
-from dlm_decode.errors import InvalidInputError
+from dlm_decode.errors import InvalidInputError, UnknownNameError
 
-__all__ = ["check_count", "check_layers", "read_layers", "spread"]
+__all__ = ["check_choice", "check_count", "check_layers", "read_layers", "spread"]
 
 
-def check_count(name: str, value: int) -> None:
-    """Raises `InvalidInputError` unless `value` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidInputError(f"{name} must be a whole number of at least 1, got {value!r}.")
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raises `InvalidInputError` unless `value` is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInputError(
+            f"{name} must be a whole number of at least {least}, got {value!r}."
+        )
+
+
+def check_choice(name: str, value: Any, allowed: Any) -> None:
+    """Raises `UnknownNameError` unless `value` is one of a `Literal`."""
+    if value not in get_args(allowed):
+        raise UnknownNameError(name, str(value), get_args(allowed))
 
 
 def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.errors import InvalidInputError
 from dlm_decode.vision import register_alias, register_stage
 from dlm_decode.vision.base import Positions
 from dlm_decode.vision.inside import InsideBase, LayerView, Reduction
-from dlm_decode.vision.knobs import check_layers, read_layers, spread
+from dlm_decode.vision.knobs import check_choice, check_layers, read_layers, spread
 from dlm_decode.vision.matching import (
     cell_windows,
     match,
@@ -90,8 +90,7 @@ class LightKV(InsideBase):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, allowed in (("guidance", Guidance), ("grid", Grid), ("positions", Positions)):
-            if getattr(self, name) not in get_args(allowed):
-                raise UnknownNameError(name, str(getattr(self, name)), get_args(allowed))
+            check_choice(name, getattr(self, name), allowed)
         if self.seed is not None and self.guidance != "random":
             raise InvalidInputError(
                 f"seed={self.seed!r} goes with guidance='random', and guidance is "

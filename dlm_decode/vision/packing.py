@@ -83,10 +83,7 @@ class Rows:
 
 def pinned(layout: RowLayout, count: int) -> RowLayout:
     """The layout with its last `count` positions as text, so that no stage takes them away."""
-    is_visual, image_ids = layout.is_visual.clone(), layout.image_ids.clone()
-    parts, start = layout.parts.clone(), len(layout.is_visual) - count
-    is_visual[start:], image_ids[start:], parts[start:] = False, -1, -1
-    return replace(layout, is_visual=is_visual, image_ids=image_ids, parts=parts)
+    return layout.picked(slice(len(layout.is_visual) - count)).with_text(count)
 
 
 @dataclass(frozen=True)
@@ -173,8 +170,9 @@ class StageStack:
             memory = None if decisions is None else decisions[row]
             num_scores = 0
             for place, stage in self._by_layer[layer] if bool(layout.is_visual.any()) else ():
+                counted = view.num_scores  # by stages in front that left this very view as it is
                 reduction = _decide(stage, view, (layer, place), memory)
-                num_scores += view.num_scores
+                num_scores += view.num_scores - counted
                 if reduction is not None:
                     view, own, is_changed = view.behind(reduction), own[reduction.index], True
             views.append(view)

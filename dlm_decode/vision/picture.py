@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from dlm_decode.canvas import Prompt, VisualSpan
-from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.errors import InvalidInputError
 from dlm_decode.vision.base import (
     Positions,
     SpanTokens,
@@ -19,8 +19,9 @@ from dlm_decode.vision.base import (
     check_keep_ratio,
     replace_spans,
 )
+from dlm_decode.vision.knobs import check_choice, check_count
 
-__all__ = ["Choice", "Newlines", "Picture", "PictureStage", "check_choice"]
+__all__ = ["Choice", "Newlines", "Picture", "PictureStage"]
 
 Newlines = Literal["drop", "keep"]
 
@@ -191,18 +192,6 @@ class PictureStage(ABC):
             tokens = torch.cat([tokens.to(prompt.embeds), choice.added_tokens.to(prompt.embeds)])
             position_ids = torch.cat([position_ids, added_positions], dim=-1)
         return SpanTokens(index, tokens, position_ids)
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises `InvalidInputError` unless `value` is a whole number from `least` on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInputError(f"{name} must be a whole number from {least} on, got {value!r}.")
-
-
-def check_choice(name: str, value: Any, allowed: Any) -> None:
-    """Raises `UnknownNameError` unless `value` is one of a `Literal`."""
-    if value not in get_args(allowed):
-        raise UnknownNameError(name, str(value), get_args(allowed))
 
 
 def _patches(span: VisualSpan) -> list[int]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from dlm_decode.vision import register_stage
-from dlm_decode.vision.picture import Choice, Picture, PictureStage, check_count
+from dlm_decode.vision.knobs import check_count
+from dlm_decode.vision.picture import Choice, Picture, PictureStage
 
 __all__ = ["Random"]
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
 
 from dlm_decode.canvas import Prompt
-from dlm_decode.errors import UnknownNameError
 from dlm_decode.vision import register_stage
 from dlm_decode.vision.base import AttentionRequest, Positions, check_keep_ratio
+from dlm_decode.vision.knobs import check_choice
 
 __all__ = ["RedVtp"]
 
@@ -55,8 +54,7 @@ class RedVtp:
 
     def __post_init__(self) -> None:
         check_keep_ratio(self.keep_ratio)
-        if self.positions not in get_args(Positions):
-            raise UnknownNameError("positions", str(self.positions), get_args(Positions))
+        check_choice("positions", self.positions, Positions)
 
     def before_lm(self, prompt: Prompt) -> Prompt:
         """The prompt as it is; the first step reads all of it."""

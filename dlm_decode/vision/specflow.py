@@ -21,7 +21,8 @@ from dlm_decode.vision.heat_flow import (
     knn_graph,
     normalized,
 )
-from dlm_decode.vision.picture import Choice, Picture, PictureStage, check_choice, check_count
+from dlm_decode.vision.knobs import check_choice, check_count
+from dlm_decode.vision.picture import Choice, Picture, PictureStage
 from dlm_decode.vision.quadtree import Box, cells_of, partition
 from dlm_decode.vision.sinks import mean_and_residual
 
