@@ -127,7 +127,7 @@ class AutoregressiveVlm(BaseVlm):
         videos: Any = None,
         *,
         sampler: Any = None,
-        stages: Sequence[Stage | str] = (),
+        stages: Sequence[Stage | str] | Stage | str | None = (),
         gen_length: int | None = None,
         temperature: float | None = None,
         top_k: int | None = None,

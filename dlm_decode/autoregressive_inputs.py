@@ -106,6 +106,13 @@ def batch_from_text(
     return Batch(inputs, questions, is_batch)
 
 
+def _check_shape(ids: Tensor, num_axes: int) -> None:
+    if ids.dim() != num_axes or not ids.numel():
+        raise InvalidInputError(
+            f"input_ids must be (S,), (B, S) or a list of (S,) with S >= 1, got {tuple(ids.shape)}."
+        )
+
+
 def _padded(rows: Sequence[Tensor], pad_id: int) -> dict[str, Any]:
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), pad_id, dtype=torch.long)
@@ -140,21 +147,31 @@ def batch_from_ids(
         InvalidInputError: wrong shapes, padding on the right, ids outside the vocabulary, or
             arguments that the model does not take.
     """
-    is_list = isinstance(input_ids, (list, tuple)) and not isinstance(input_ids[0], int)
+    is_list = (
+        isinstance(input_ids, (list, tuple))
+        and len(input_ids) > 0
+        and not isinstance(input_ids[0], int)
+    )
     if is_list:
         if attention_mask is not None:
             raise InvalidInputError("attention_mask goes with input_ids (B, S), not with a list.")
-        inputs = _padded([torch.as_tensor(row, dtype=torch.long) for row in input_ids], pad_id)
+        rows = [torch.as_tensor(row, dtype=torch.long) for row in input_ids]
+        for row in rows:
+            _check_shape(row, num_axes=1)
+        inputs = _padded(rows, pad_id)
     else:
         ids = torch.as_tensor(input_ids, dtype=torch.long)
         ids = ids[None] if ids.dim() == 1 else ids
+        _check_shape(ids, num_axes=2)
         mask = torch.ones_like(ids) if attention_mask is None else torch.as_tensor(attention_mask)
-        inputs = {"input_ids": ids, "attention_mask": mask.long().reshape(ids.shape)}
+        mask = mask[None] if mask.dim() == 1 else mask
+        if mask.shape != ids.shape:
+            raise InvalidInputError(
+                f"attention_mask has shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}; "
+                "both must be the same."
+            )
+        inputs = {"input_ids": ids, "attention_mask": mask.to(ids)}
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    if ids.dim() != 2 or not ids.numel():
-        raise InvalidInputError(
-            f"input_ids must be (S,), (B, S) or a list of (S,) with S >= 1, got {tuple(ids.shape)}."
-        )
     if not bool(mask[:, -1].all()) or bool((mask.diff(dim=1) < 0).any()):
         raise InvalidInputError(
             "attention_mask has zeros behind a prompt; pad on the left (padding_side='left')."

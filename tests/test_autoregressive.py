@@ -170,6 +170,13 @@ def test_a_streamer_sees_the_prompt_the_drafts_and_the_end(ar_vlms):
             {"prompt": None, "input_ids": [[5, 6]], "attention_mask": [[1, 0]]},
             "pad on the left|goes with",
         ),
+        ({"prompt": None, "input_ids": []}, "S >= 1, got \\(1, 0\\)"),
+        ({"prompt": None, "input_ids": [[5, 6], []]}, "S >= 1, got \\(0,\\)"),
+        ({"prompt": None, "input_ids": [torch.ones(1, 2)]}, "S >= 1, got \\(1, 2\\)"),
+        (
+            {"prompt": None, "input_ids": torch.ones(1, 3), "attention_mask": [[1, 1]]},
+            "attention_mask has shape \\(1, 2\\), and input_ids \\(1, 3\\)",
+        ),
         ({"prompt": None, "input_ids": [5, 4, 4]}, "3 image placeholders|2 image placeholders"),
         ({"max_frames": 3}, "max_frames goes with videos"),
         ({"seed": [1, 2]}, "seed has 2 entries for 1 rows"),
@@ -185,6 +192,18 @@ def test_right_padding_is_refused(ar_vlms):
     ids = torch.tensor([[5, 6, 3]])
     with pytest.raises(InvalidInputError, match="pad on the left"):
         ar_vlms("llava").generate(input_ids=ids, attention_mask=torch.tensor([[1, 1, 0]]))
+
+
+def test_stages_are_one_several_or_none(ar_vlms):
+    def ids(stages):
+        out = ar_vlms("llava").generate(
+            QUESTION, images=picture(), stages=stages, gen_length=3, stop=False
+        )
+        return out.cost.visual_tokens, out.sequences.tolist()
+
+    spec = "stride:keep_ratio=0.5"
+    assert ids(spec) == ids([spec]) != ids(None)
+    assert ids(None) == ids(())
 
 
 def test_unknown_names_say_the_nearest(ar_vlms):

@@ -35,7 +35,9 @@ _attached: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
-def attach(model: nn.Module, stages: Stage | str | Sequence[Stage | str]) -> Iterator[Attachment]:
+def attach(
+    model: nn.Module, stages: Sequence[Stage | str] | Stage | str | None
+) -> Iterator[Attachment]:
     """Lets vision stages act on a stock model.
 
     Works with batches, padding on the left, beams, and caches that grow (`DynamicCache`). Generated
@@ -73,15 +75,14 @@ def attach(model: nn.Module, stages: Stage | str | Sequence[Stage | str]) -> Ite
         _attached.discard(model)
 
 
-def stages_for(stages: Stage | str | Sequence[Stage | str]) -> tuple[Stage, ...]:
-    """The stages as instances.
+def stages_for(stages: Sequence[Stage | str] | Stage | str | None) -> tuple[Stage, ...]:
+    """The stages as instances, see `dlm_decode.vision.make_all`.
 
     Raises:
         UnknownNameError: an unknown stage or option.
         InvalidInputError: one that prunes by what masked response positions attend to.
     """
-    several = stages if isinstance(stages, Sequence) and not isinstance(stages, str) else [stages]
-    chosen = tuple(vision.make(stage) for stage in several)
+    chosen = tuple(vision.make_all(stages))
     for stage in chosen:
         if isinstance(stage, AttentionStage):
             raise InvalidInputError(
