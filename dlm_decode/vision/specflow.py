@@ -150,6 +150,8 @@ class SpecFlow(PictureStage):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, allowed in _CHOICES.items():
+            if getattr(self, name) is None and "none" in allowed:  # as specs are read
+                object.__setattr__(self, name, "none")
             check_choice(name, getattr(self, name), allowed)
         if self.graph == "token_attention" and self.video == "octree":
             raise InvalidInputError(
