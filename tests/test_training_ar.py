@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,7 +218,8 @@ def test_the_whole_command_writes_a_folder_that_transformers_loads(tmp_path, mon
     first, second = tmp_path / "first", tmp_path / "second"
     start = ["--start", str(SHIPPED / "tiny")]
     assert tiny.run(parser.parse_args([*given, *start, "--output", str(first)])) == 0
-    model, report = LlavaForConditionalGeneration.from_pretrained(first, output_loading_info=True)
+    loaded: Any = LlavaForConditionalGeneration.from_pretrained(first, output_loading_info=True)
+    model, report = loaded
     assert not any(report[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     assert model.dtype == torch.float32
     assert (
