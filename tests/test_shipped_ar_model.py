@@ -65,7 +65,7 @@ def test_the_weights_are_those_of_a_llava(loaded):
 
 
 def test_answers_are_right(answers):
-    """91.8 % of 1000 questions are; of 48 a share below 0.75 has a chance of less than 1 in 1000."""
+    """91.8 % of 1000 are; that of 48 a share below 0.75 are has a chance of less than 1 in 1000."""
     samples, sighted, _ = answers
     assert _share(samples, sighted) >= 0.75
 
