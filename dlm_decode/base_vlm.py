@@ -59,7 +59,6 @@ class BaseVlm:
         name: for records.
         geometry: sizes for the cost model.
         special_ids: of the model.
-        num_valid_tokens: ids from here on are no tokens; `None` where all are.
     """
 
     own_sampler: ClassVar[str]

@@ -1,0 +1,210 @@
+"""The forwards of one autoregressive response, and what they add up to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dlm_decode.autoregressive_inputs import Batch
+from dlm_decode.canvas import Canvas
+from dlm_decode.confidence import Proposal
+from dlm_decode.cost import Cost, CostMeter, Work, forward_flops, kv_bytes_per_token, layer_flops
+from dlm_decode.record import StepRecord
+from dlm_decode.samplers.autoregressive import Autoregressive
+from dlm_decode.vision.attachment import Attachment
+
+if TYPE_CHECKING:
+    from dlm_decode.autoregressive import AutoregressiveVlm
+
+__all__ = ["Response"]
+
+VIEW = "FULL"
+PREFILL, DECODE = "prefill", "decode"
+"""Kinds of forwards, see `dlm_decode.cost.Forward`."""
+
+
+class Response:
+    """One call's forwards; B rows, T tokens of the response at most.
+
+    Args:
+        vlm: the model.
+        attachment: the stages that are attached to it.
+        meter: charged with every forward.
+        batch: the prompts.
+        gen_length: T.
+    """
+
+    def __init__(
+        self,
+        vlm: AutoregressiveVlm,
+        attachment: Attachment,
+        meter: CostMeter,
+        batch: Batch,
+        gen_length: int,
+    ) -> None:
+        self._vlm, self._attachment, self._meter = vlm, attachment, meter
+        self._inputs, special = batch.inputs, vlm.special_ids
+        num_rows = len(self._inputs["input_ids"])
+        filler = special.pad if special.pad is not None else special.eos
+        tokens = torch.full((num_rows, gen_length), filler or 0, device=vlm.device)
+        self.canvas = Canvas.create(tokens, torch.ones_like(tokens, dtype=torch.bool))
+        self._is_active = torch.ones(num_rows, dtype=torch.bool, device=vlm.device)
+        self._positions = torch.zeros(0)
+        self._cache: Any = None
+        self._num_fed = [0] * num_rows
+        self._lengths: list[list[int]] = []  # of each row's prompt, by layer
+
+    def prefill(self) -> Tensor:
+        """`(B, V)` logits of the first tokens."""
+        inputs, architecture = self._inputs, self._vlm.architecture
+        positions = architecture.position_ids(self._vlm.model, inputs)
+        outputs = self._vlm.model(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **architecture.forward_arguments(inputs),
+        )
+        self._cache = outputs.cache
+        # The text in front of the response has the same number on every axis.
+        self._positions = positions.amax(dim=-1, keepdim=True)
+        if positions.dim() == 3:
+            self._positions = self._positions.amax(dim=0, keepdim=True).expand_as(self._positions)
+        rows = range(len(self.canvas.tokens))
+        by_layer, scores = self._attachment.layer_lengths, self._attachment.layer_scores
+        self._lengths = [[lengths[row] for lengths in by_layer] for row in rows]
+        work = [
+            [
+                _causal(length, scored[row])
+                for length, scored in zip(self._lengths[row], scores, strict=True)
+            ]
+            for row in rows
+        ]
+        self._charge(PREFILL, rows, work)
+        return outputs.logits[:, -1].float()
+
+    def decode(self, position: int, is_active: Sequence[bool]) -> Tensor:
+        """`(B, V)` logits of the tokens behind `position`.
+
+        Rows that are done are fed a filler, and not charged.
+        """
+        mask = self._inputs["attention_mask"]
+        self._inputs["attention_mask"] = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        self._positions = self._positions + 1
+        outputs = self._vlm.model(
+            input_ids=self.canvas.tokens[:, position, None],
+            attention_mask=self._inputs["attention_mask"],
+            position_ids=self._positions,
+            cache=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        rows = [row for row, is_running in enumerate(is_active) if is_running]
+        for row in rows:
+            self._num_fed[row] += 1
+        self._charge(
+            DECODE,
+            rows,
+            [[Work(1, n + self._num_fed[row]) for n in self._lengths[row]] for row in rows],
+        )
+        return outputs.logits[:, -1].float()
+
+    def commit(self, position: int, proposal: Proposal) -> Tensor:
+        """Writes a token into each row that is not done; `(B, T)` bool, where."""
+        canvas = self.canvas
+        commit = torch.zeros_like(canvas.is_open)
+        commit[:, position] = self._is_active
+        canvas.tokens = torch.where(commit, proposal.tokens[:, None], canvas.tokens)
+        canvas.is_open = canvas.is_open & ~commit
+        return commit
+
+    def state(self, proposal: Proposal) -> tuple[list[bool], bool]:
+        """Which rows go on, and whether a logit was NaN; the step's one read of the device."""
+        self._is_active = self._is_active & (self.canvas.stop_position == self.canvas.width)
+        flags = torch.cat([self._is_active, proposal.log_prob.isnan().any()[None]]).tolist()
+        return flags[:-1], flags[-1]
+
+    def record(
+        self, position: int, seconds: float, commit: Tensor, proposal: Proposal
+    ) -> StepRecord:
+        """What happened at `position`."""
+        canvas = self.canvas
+        confidence = proposal.log_prob.exp()[:, None].expand_as(commit)
+        none = torch.full_like(canvas.tokens[:, :1], -1).expand_as(commit)
+        return StepRecord(
+            index=position,
+            seconds=seconds,
+            forwards=tuple(self._meter.take_pending()),
+            active=commit[:, position],
+            block=torch.zeros_like(canvas.stop_position),
+            commit=commit,
+            tokens=proposal.tokens[:, None].expand_as(commit),
+            confidence=confidence,
+            draft=none,
+            draft_confidence=confidence,
+            reasons={Autoregressive.name: commit},
+            info={},
+            lead=0,
+        )
+
+    def _charge(self, kind: str, rows: Sequence[int], work: Sequence[Sequence[Work]]) -> None:
+        self._meter.calls += 1
+        self._meter.charge(
+            VIEW,
+            kind,
+            list(rows),
+            work,
+            [self._lengths[row][0] + self._num_fed[row] for row in rows],
+            [1] * len(rows),
+        )
+        number = next(self._vlm.model.parameters()).element_size()
+        geometry = self._vlm.geometry
+        per_layer = kv_bytes_per_token(geometry, number) // geometry.num_layers
+        kept = sum(map(sum, self._lengths))
+        kept += geometry.num_layers * sum(self._num_fed)
+        self._meter.kv_bytes = max(self._meter.kv_bytes, per_layer * kept)
+
+    def cost(self, seconds_prefill: float, seconds_decode: float) -> Cost:
+        """What all of it cost, beside the same response without stages."""
+        meter, geometry = self._meter, self._vlm.geometry
+        baseline = [
+            geometry.num_layers * layer_flops(geometry, _causal(prompt.length))
+            + sum(forward_flops(geometry, 1, prompt.length + t) for t in range(1, fed + 1))
+            for prompt, fed in zip(self._attachment.given, self._num_fed, strict=True)
+        ]
+        forwards = tuple(1 + fed for fed in self._num_fed)
+        prompts = self._attachment.prompts
+        layer_visual = tuple(
+            tuple(n - prompt.length + prompt.num_visual for n in self._lengths[row])
+            for row, prompt in enumerate(prompts)
+        )
+        return Cost(
+            flops=meter.flops,
+            head_flops=meter.head_flops,
+            vision_flops=self._vlm.architecture.encoder_flops(self._inputs),
+            baseline_flops=sum(baseline),
+            calls=meter.calls,
+            forwards=dict(meter.forwards),
+            baseline_forwards=sum(forwards),
+            kv_bytes=meter.kv_bytes,
+            prompt_lengths=tuple(prompt.length for prompt in prompts),
+            visual_tokens=tuple(prompt.num_visual for prompt in prompts),
+            seconds_prefill=seconds_prefill,
+            seconds_decode=seconds_decode,
+            row_flops=tuple(meter.row_flops),
+            row_baseline_flops=tuple(baseline),
+            row_baseline_forwards=forwards,
+            row_forwards=tuple(dict(counts) for counts in meter.row_forwards),
+            row_view_flops=tuple(dict(flops) for flops in meter.row_view_flops),
+            kept_visual_tokens=tuple(counts[-1] for counts in layer_visual),
+            layer_visual_tokens=layer_visual if self._attachment.acts_between_layers else (),
+        )
+
+
+def _causal(length: int, num_scores: int = 0) -> Work:
+    """What a layer does in the prefill of `length` positions, and stages behind it."""
+    return Work(length, length * (length + 1) // 2, scores=num_scores)
