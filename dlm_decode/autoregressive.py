@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_decode import samplers
 from dlm_decode.autoregressive_inputs import Batch, batch_from_ids, batch_from_text
-from dlm_decode.autoregressive_run import Response
+from dlm_decode.autoregressive_response import Response
 from dlm_decode.base_vlm import BaseVlm, Output, Stop, check_used, synchronize
 from dlm_decode.confidence import Proposal, drop_unlikely, propose
 from dlm_decode.cost import CostMeter
@@ -277,10 +277,11 @@ class AutoregressiveVlm(BaseVlm):
             )
             canvas = response.canvas
             on_step = self._start(trajectory, tracker, streamer, attachment.prompts[0], canvas)
+            suppressed_ids = torch.tensor(suppressed, dtype=torch.long, device=logits.device)
             began_step = began_prefill
             try:
                 for position in range(settings.gen_length):
-                    proposal = self._propose(logits, settings, generators, suppressed)
+                    proposal = self._propose(logits, settings, generators, suppressed_ids)
                     commit = response.commit(position, proposal)
                     update_stop_position(canvas, stop_ids, "earliest")
                     is_active, is_broken = response.state(proposal)
@@ -360,11 +361,10 @@ class AutoregressiveVlm(BaseVlm):
         logits: Tensor,
         settings: Settings,
         generators: Sequence[torch.Generator],
-        suppressed: Sequence[int],
+        suppressed: Tensor,
     ) -> Proposal:
         """The next token of each row, from `(B, V)` logits, which are used up."""
-        if suppressed:
-            logits[:, list(suppressed)] = float("-inf")
+        logits.index_fill_(1, suppressed, float("-inf"))
         drop_unlikely(logits, settings.num_likeliest, settings.top_p, settings.temperature or 1.0)
         uniform = None
         if settings.temperature > 0:

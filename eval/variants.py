@@ -43,7 +43,7 @@ class Variant:
     """One setting, written `SAMPLER[+STAGE...][@key=value,...]`.
 
     Keys are arguments of `generate`. A spec with several options separates them by semicolons
-    behind the `@`.
+    behind the last `@`; names of settings such as `lightkv@qwen2.5-vl` have one of their own.
 
     Examples: `"lown:guard=none+stride:keep_ratio=0.5@steps=16"`,
     `"baseline@cache=dllm:gen_interval=4;transfer_ratio=0.5"`.
@@ -134,11 +134,16 @@ class Variant:
 
 def _split(text: str) -> tuple[str, list[str], dict[str, str]]:
     """Sampler, stages and options of a written variant, still as text."""
-    from dlm_decode import samplers
+    from dlm_decode import samplers, vision
 
-    alias = max((n for n in samplers.aliases() if text.startswith(n)), key=len, default="")
-    methods, _, tail = text[len(alias) :].partition("@")
-    rest, *stages = methods.split("+")
+    methods, mark, tail, aliases = [], "+", text, samplers.aliases()
+    while mark == "+":
+        # Names of settings may hold both marks.
+        alias = max((name for name in aliases if tail.startswith(name)), key=len, default="")
+        end = next((at for at in range(len(alias), len(tail)) if tail[at] in "+@"), len(tail))
+        methods.append(tail[:end])
+        mark, tail, aliases = tail[end : end + 1], tail[end + 1 :], vision.aliases()
+    sampler, *stages = methods
     pairs = {}
     for part in filter(None, tail.split(",")):
         key, equals, value = part.partition("=")
@@ -150,7 +155,7 @@ def _split(text: str) -> tuple[str, list[str], dict[str, str]]:
         if key.strip() in pairs:
             raise InvalidInputError(f"{key.strip()!r} stands twice in variant {text!r}.")
         pairs[key.strip()] = value.strip().replace(";", ",")
-    return alias + rest, stages, pairs
+    return sampler, stages, pairs
 
 
 def fewer_steps(settings: Settings, *divisors: int) -> list[str]:

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from dlm_decode import vision
 from dlm_decode.cli import main
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 from dlm_decode.eval import run_scenes, runner
@@ -47,6 +48,16 @@ def test_variants_as_command_line_options():
         *("--cache", "dllm:gen_interval=4,ties=rounding"),
     ]
     assert Variant.parse("lown+fast_dllm").arguments() == ["--sampler", "lown+fast_dllm"]
+
+
+def test_named_settings_of_stages_are_read():
+    name = "lightkv@llava-1.5-13b"
+    variant = Variant.parse(f"fast_dllm@2025-06+{name}+stride@steps=8")
+    assert variant.options["stages"] == [vision.make(name), vision.make("stride")]
+    assert variant.arguments() == [
+        *("--sampler", "fast_dllm@2025-06", "--stage", name, "--stage", "stride", "--steps", "8")
+    ]
+    assert Variant.parse(f"baseline+{name}").options["stages"] == [vision.make(name)]
 
 
 def test_rows_agree_with_what_ran(vlm, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from transformers import InternVLConfig, LlavaConfig
 
 from dlm_decode import vision
 from dlm_decode.cli import main
@@ -15,6 +16,7 @@ from dlm_decode.cost.response import CONVENTIONS, Convention, Schedule, conventi
 from dlm_decode.cost.schedule import schedule_of
 from dlm_decode.cost.tables import TABLES, table
 from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.models.autoregressive import architecture_of
 from dlm_decode.vision.base import keep_positions
 from dlm_decode.vision.inside import InsideBase
 from dlm_decode.vision.stride import Stride
@@ -123,6 +125,13 @@ def test_towers_with_class_tokens_windows_and_merged_patches():
     )
     layers = 3 * 2 * 9 * (4 * 16 + 3 * 4 * 6) + 4 * 4 * (9 * 9 + 2 * 9 * 2)
     assert vision_flops(tower, 2) == 2 * (2 * 8 * 12 * 4 + layers + 2 * 4 * (64 + 80))
+
+
+def test_published_sizes_are_those_of_configs():
+    """The defaults of transformers are LLaVA-1.5-7B, and InternVL's tower beside 4096 channels."""
+    assert architecture_of(LlavaConfig()).geometry == published("llava-1.5-7b").geometry
+    tower = architecture_of(InternVLConfig()).geometry.vision
+    assert tower == published("internvl2-8b").geometry.vision
 
 
 def test_schedules_of_stages():

@@ -20,7 +20,7 @@ class Forward:
     Attributes:
         view: `"FULL"`, `"TEXT_ONLY"`, ... as named by the view that ran.
         kind: `"full"` (every position computed), or what a cache policy names it: `"suffix"`,
-            `"block"`, `"window"`, `"partial"`.
+            `"block"`, `"window"`, `"partial"`. Of autoregressive models `"prefill"` and `"decode"`.
         rows: batch rows that took part.
         queries: positions computed, per entry of `rows`; where layers differ, in the one that
             computes the most.
@@ -92,10 +92,11 @@ class Cost:
         head_flops: language-model head.
         vision_flops: tower and projector, once per response.
         baseline_flops: decoder layers of the baseline sampler with the same settings and no stage,
-            run to its last step (no early stop).
+            run to its last step (no early stop). Of autoregressive models, those of the same tokens
+            without stages.
         calls: model calls; a batched call counts once.
         forwards: row forwards by `(view, kind)`.
-        baseline_forwards: row forwards of the baseline sampler with the same settings (FULL view).
+        baseline_forwards: row forwards that `baseline_flops` counts (FULL view).
         kv_bytes: most bytes of keys and values kept between forwards.
         prompt_lengths: P per row, as it enters the language model.
         visual_tokens: visual tokens that enter the language model, per row.

@@ -155,7 +155,8 @@ def _spread(row: PromptRow, placed: Sequence[_Placed], name: str) -> Tensor | No
     given = [value for value in values if value is not None]
     if not given:
         return None
-    spread = given[0].new_zeros(len(row.ids), *given[0].shape[1:])
+    # A model may lie on several devices, and its tower on another than the prompt.
+    spread = given[0].new_zeros(len(row.ids), *given[0].shape[1:], device=row.ids.device)
     for entry, value in zip(placed, values, strict=True):
         spread[entry.start : entry.end] = value
     return spread

@@ -159,7 +159,7 @@ class Architecture(ABC):
         """
         queries, keys = queries_and_keys(attention, arguments["hidden_states"])
         skip = int(self.has_class_token)
-        salience = received(queries, keys, attention.scale, from_class=self.has_class_token)
+        salience = received(queries, keys, from_class=self.has_class_token)
         return TowerAttention(
             salience[:, skip:], keys.mean(dim=1)[:, skip:] if "tower_keys" in needs else None
         )

@@ -69,13 +69,14 @@ class InternVl(Architecture):
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
             num_heads=vision.num_attention_heads,
-            tokens_per_tile=rows * columns + 1,
+            tokens_per_tile=rows * columns,
             patch_dim=vision.num_channels * height * width,
             projector_dims=(
                 vision.hidden_size * self._factor**2,
                 text.hidden_size,
                 text.hidden_size,
             ),
+            class_tokens=1,
             patches_per_token=self._factor**2,
         )
 

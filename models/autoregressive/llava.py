@@ -54,13 +54,14 @@ class Llava(Architecture):
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
             num_heads=vision.num_attention_heads,
-            tokens_per_tile=self.num_patches + int(self.has_class_token),
+            tokens_per_tile=self.num_patches,
             patch_dim=getattr(vision, "num_channels", 3) * vision.patch_size**2,
             projector_dims=(
                 vision.hidden_size * num_features,
                 text.hidden_size,
                 text.hidden_size,
             ),
+            class_tokens=int(self.has_class_token),
         )
 
     @property

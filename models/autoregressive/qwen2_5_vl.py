@@ -63,6 +63,7 @@ class Qwen25Vl(Architecture):
                 text.hidden_size,
             ),
             patches_per_token=unit,
+            mlp_matrices=3,
         )
 
     def tower_attention(self, model: nn.Module, modality: str) -> Any:
@@ -87,7 +88,7 @@ class Qwen25Vl(Architecture):
         queries, keys = (part.float().transpose(0, 1)[None] for part in (queries, keys))
         lengths = arguments["cu_seqlens"].diff().tolist()
         parts = zip(queries.split(lengths, dim=2), keys.split(lengths, dim=2), strict=True)
-        salience = [received(some, of, attention.scaling, from_class=False) for some, of in parts]
+        salience = [received(some, of, from_class=False) for some, of in parts]
         return TowerAttention(torch.cat(salience, dim=1), plain)
 
     def media(

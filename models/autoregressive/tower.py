@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dlm_decode.models.attention import attention_rows
+
 __all__ = ["TowerAttention", "queries_and_keys", "received"]
 
 _QUERY_CHUNK = 512
@@ -49,23 +51,18 @@ def queries_and_keys(attention: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return heads_of("q_proj", "q_norm"), heads_of("k_proj", "k_norm")
 
 
-def received(queries: Tensor, keys: Tensor, scaling: float, *, from_class: bool) -> Tensor:
+def received(queries: Tensor, keys: Tensor, *, from_class: bool) -> Tensor:
     """`(R, N)` attention that each position gets, mean over heads.
 
     Args:
         queries: `(R, H, N, d)`.
         keys: `(R, H, N, d)`.
-        scaling: factor of the scores.
         from_class: count what the class token, the first position, gives; else the mean over what
             all positions give.
     """
     if from_class:
-        return _rows(queries[:, :, :1], keys, scaling)[:, :, 0].mean(dim=1)
+        return attention_rows(queries[:, :, :1], keys, None)[:, 0]
     total = torch.zeros_like(queries[:, 0, :, 0])
     for part in queries.split(_QUERY_CHUNK, dim=2):
-        total += _rows(part, keys, scaling).mean(dim=1).sum(dim=1)
+        total += attention_rows(part, keys, None).sum(dim=1)
     return total / queries.shape[2]
-
-
-def _rows(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    return (queries @ keys.transpose(-1, -2) * scaling).softmax(dim=-1)

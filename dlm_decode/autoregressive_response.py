@@ -1,4 +1,4 @@
-"""One response of an autoregressive model: its forwards, its tokens, and what they cost."""
+"""The forwards of one autoregressive response, and what they add up to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ PREFILL, DECODE = "prefill", "decode"
 
 
 class Response:
-    """One call's forwards, and what they add up to; B rows, T tokens of the response at most."""
+    """One call's forwards; B rows, T tokens of the response at most.
+
+    Args:
+        vlm: the model.
+        attachment: the stages that are attached to it.
+        meter: charged with every forward.
+        batch: the prompts.
+        gen_length: T.
+    """
 
     def __init__(
         self,
@@ -47,6 +55,7 @@ class Response:
         self._positions = torch.zeros(0)
         self._cache: Any = None
         self._num_fed = [0] * num_rows
+        self._lengths: list[list[int]] = []  # of each row's prompt, by layer
 
     def prefill(self) -> Tensor:
         """`(B, V)` logits of the first tokens."""
@@ -66,11 +75,12 @@ class Response:
         if positions.dim() == 3:
             self._positions = self._positions.amax(dim=0, keepdim=True).expand_as(self._positions)
         rows = range(len(self.canvas.tokens))
-        scores = self._attachment.layer_scores
+        by_layer, scores = self._attachment.layer_lengths, self._attachment.layer_scores
+        self._lengths = [[lengths[row] for lengths in by_layer] for row in rows]
         work = [
             [
                 _causal(length, scored[row])
-                for length, scored in zip(self._lengths(row), scores, strict=True)
+                for length, scored in zip(self._lengths[row], scores, strict=True)
             ]
             for row in rows
         ]
@@ -99,7 +109,7 @@ class Response:
         self._charge(
             DECODE,
             rows,
-            [[Work(1, n + self._num_fed[row]) for n in self._lengths(row)] for row in rows],
+            [[Work(1, n + self._num_fed[row]) for n in self._lengths[row]] for row in rows],
         )
         return outputs.logits[:, -1].float()
 
@@ -141,25 +151,20 @@ class Response:
             lead=0,
         )
 
-    def _lengths(self, row: int) -> list[int]:
-        """Prompt positions of a row in each layer."""
-        return [lengths[row] for lengths in self._attachment.layer_lengths]
-
     def _charge(self, kind: str, rows: Sequence[int], work: Sequence[Sequence[Work]]) -> None:
-        lengths = self._attachment.layer_lengths
         self._meter.calls += 1
         self._meter.charge(
             VIEW,
             kind,
             list(rows),
             work,
-            [lengths[0][row] + self._num_fed[row] for row in rows],
+            [self._lengths[row][0] + self._num_fed[row] for row in rows],
             [1] * len(rows),
         )
         number = next(self._vlm.model.parameters()).element_size()
         geometry = self._vlm.geometry
         per_layer = kv_bytes_per_token(geometry, number) // geometry.num_layers
-        kept = sum(sum(self._lengths(row)) for row in range(len(self._num_fed)))
+        kept = sum(map(sum, self._lengths))
         kept += geometry.num_layers * sum(self._num_fed)
         self._meter.kv_bytes = max(self._meter.kv_bytes, per_layer * kept)
 
@@ -174,7 +179,7 @@ class Response:
         forwards = tuple(1 + fed for fed in self._num_fed)
         prompts = self._attachment.prompts
         layer_visual = tuple(
-            tuple(n - prompt.length + prompt.num_visual for n in self._lengths(row))
+            tuple(n - prompt.length + prompt.num_visual for n in self._lengths[row])
             for row, prompt in enumerate(prompts)
         )
         return Cost(
