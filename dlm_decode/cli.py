@@ -175,12 +175,6 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     from dlm_decode import cache as caches
     from dlm_decode import quota, samplers, vision
 
-    spec = arguments.sampler or _own_sampler(arguments)
-    if arguments.set:
-        for entry in arguments.set:
-            if "=" not in entry:
-                raise InvalidInputError(f"--set {entry!r} is not KEY=VALUE.")
-        spec += ("," if ":" in spec else ":") + ",".join(arguments.set)
     names = (
         "cache",
         "gen_length",
@@ -203,6 +197,13 @@ def _decoding_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.schedule is not None:
         options["schedule"] = quota.make(arguments.schedule)
     stages = [vision.make(stage) for stage in arguments.stage]
+    # Whatever can be wrong without the model has been found by now: this reads its config.
+    spec = arguments.sampler or _own_sampler(arguments)
+    if arguments.set:
+        for entry in arguments.set:
+            if "=" not in entry:
+                raise InvalidInputError(f"--set {entry!r} is not KEY=VALUE.")
+        spec += ("," if ":" in spec else ":") + ",".join(arguments.set)
     return {"sampler": samplers.make(spec), "stages": stages, **options}
 
 
@@ -381,24 +382,51 @@ def _first_line(cls: type) -> str:
 
 
 def _add_show(commands: Any) -> None:
-    parser = _command(commands, "show", "Make an HTML page that plays a trajectory back.", _show)
-    parser.add_argument("trajectory", type=Path, help="file written by generate --trajectory")
+    text = "Make an HTML page that plays a trajectory back, or draw what a vision stage keeps."
+    parser = _command(commands, "show", text, _show)
     parser.add_argument(
-        "--output", type=Path, help="the page (default: beside the trajectory, ending in .html)"
+        "trajectory", type=Path, nargs="?", help="file written by generate --trajectory"
+    )
+    parser.add_argument("--stage", help="draw what this stage keeps of --image instead")
+    parser.add_argument("--image", help="image file, with --stage")
+    _add_model_options(parser)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="the page (default: beside the trajectory or image, ending in .html); with --stage it "
+        "may end in .png, .svg or .html",
     )
     parser.add_argument("--open", action="store_true", help="open it in the browser")
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from dlm_decode.viewer import write_html
-
-    page = write_html(
-        arguments.trajectory, arguments.output or arguments.trajectory.with_suffix(".html")
-    )
+    if (arguments.trajectory is None) == (arguments.stage is None):
+        raise InvalidInputError("show needs a trajectory file or --stage, one of them.")
+    if (arguments.stage is None) != (arguments.image is None):
+        raise InvalidInputError("--stage and --image go together.")
+    page = _show_trajectory(arguments) if arguments.stage is None else _show_stage(arguments)
     print(page)
     if arguments.open:
         webbrowser.open(page.resolve().as_uri())
     return 0
+
+
+def _show_trajectory(arguments: argparse.Namespace) -> Path:
+    from dlm_decode.viewer import write_html
+
+    return write_html(
+        arguments.trajectory, arguments.output or arguments.trajectory.with_suffix(".html")
+    )
+
+
+def _show_stage(arguments: argparse.Namespace) -> Path:
+    from dlm_decode import vision
+    from dlm_decode.eval.stage_view import panels_of, save
+
+    stage = vision.make(arguments.stage)
+    panels = panels_of(_load(arguments), stage, arguments.image)
+    output = arguments.output or Path(arguments.image).with_suffix(".html")
+    return save(panels, f"{arguments.stage} on {Path(arguments.image).name}", output)
 
 
 def _add_demo(commands: Any) -> None:
@@ -498,12 +526,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     limit = arguments.default_limit if arguments.limit is None else arguments.limit
     batch = arguments.default_batch if arguments.batch is None else arguments.batch
     runner.check_sizes(limit, batch)
+    task = arguments.load_task(arguments)
     options = _decoding_options(arguments)
     if hasattr(arguments, "max_frames"):
         options.update(_video_options(arguments))
     runner.check_options(options)
     check_track(arguments.track)
-    task = arguments.load_task(arguments)
     report = runner.evaluate(
         _load(arguments),
         task,
@@ -755,8 +783,13 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument(
         "--variant",
         action="append",
-        required=True,
+        default=[],
         help="SAMPLER[+STAGE...][@key=value,...]; repeatable, the first is the reference",
+    )
+    parser.add_argument(
+        "--stage",
+        help="instead: seconds of this stage against those of the prefill that it saves, as in "
+        "specflow:keep_tokens=64",
     )
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8)
@@ -786,6 +819,26 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise InvalidInputError(
             f"--dtype must be float32, bfloat16 or float16, got {arguments.dtype!r}."
         )
+    if bool(variants) == (arguments.stage is not None):
+        raise InvalidInputError("bench needs --variant or --stage, one of them.")
+    if arguments.stage is not None:
+        from dlm_decode import vision
+        from dlm_decode.eval.stage_bench import bench_stage
+
+        report = bench_stage(
+            vision.make(arguments.stage),
+            size,
+            rounds=arguments.rounds,
+            dtype=getattr(torch, arguments.dtype),
+            device=arguments.device,
+            attn_implementation=arguments.attn,
+        )
+        text = json.dumps({"stage": arguments.stage, "size": vars(size), **report}, indent=2)
+        print(text)
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(text + "\n", encoding="utf-8")
+        return 0
     vlm = bench.random_vlm(
         size,
         dtype=getattr(torch, arguments.dtype),

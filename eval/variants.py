@@ -248,10 +248,11 @@ def _stage_suite(reference: str) -> list[str]:
 
     names = []
     for name in vision.names():
-        stage = vision.get(name)
-        knobs = {field.name for field in fields(stage)}  # type: ignore[arg-type]
-        waits = reference == Autoregressive.name and issubclass(stage, AttentionStage)
-        if "keep_ratio" in knobs and not waits:
+        knobs = {field.name for field in fields(vision.get(name))}  # type: ignore[arg-type]
+        if "keep_ratio" not in knobs:
+            continue
+        waits = isinstance(vision.make(f"{name}:keep_ratio=0.5"), AttentionStage)
+        if not waits or reference != Autoregressive.name:
             tail = ",positions=original" if "positions" in knobs else ""
             names += [f"{name}:keep_ratio={share}{tail}" for share in STAGE_SHARES]
     names.append("lightkv:windows=1,positions=original")

@@ -23,7 +23,7 @@ def test_rows_in_a_batch_equal_single_rows(ar_vlms, architecture, options):
     vlm = ar_vlms(architecture)
     questions = [QUESTION, "is this a red box ? <image> or <image>", "what ?"]
     images = [picture(), [picture(70, 30, 1), picture(20, 60, 2)], None]
-    videos = [None, None, None]
+    videos: list = [None, None, None]
     if "video" in vlm.architecture.modalities:
         videos[2] = [FRAMES]
         options = {**options, "max_frames": 3, "force_sample": True}

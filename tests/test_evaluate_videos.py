@@ -299,7 +299,7 @@ def test_blind_needs_no_videos(roomy, tmp_path, capsys):
         ),
         (["mlvu", *EGO, "--blind"], "no questions of the split 'test'"),
         (["mlvu", *EGO, "--blind", "--split", "val"], "unknown split 'val'"),
-        (["scenes", "--preset", "lown-paper"], "use it with egoschema or mlvu"),
+        (["scenes", "--preset", "lown-paper"], "use it with clips, egoschema or mlvu"),
     ],
 )
 def test_mistakes_are_found_before_weights_load(arguments, message, tmp_path, capsys, monkeypatch):

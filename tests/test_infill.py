@@ -76,6 +76,7 @@ def test_gaps_are_decoded_and_their_ids_not_written(vlm, monkeypatch):
     fill, gap = vlm.processor.encode("small large")
     own = replace(plain, fill=fill, infill=gap, infill_end=plain.eos)
     monkeypatch.setattr(type(vlm.model), "special_ids", own)
+    monkeypatch.setattr(vlm, "special_ids", own)
     vocabulary = range(vlm.model.config.vocab_size)
     others = [token for token in vocabulary if token not in (fill, plain.mask)]
     out = vlm.generate(

@@ -55,7 +55,7 @@ def by_masks(vlm, prompt, k, keep_ratio, gen_length, block_length, *, is_once, i
     tokens, num_prompt = torch.full((gen_length,), mask), prompt.length
     total, visual = num_prompt + gen_length, prompt.is_visual.nonzero()[:, 0]
     cos, sin = rotary(torch.arange(total)[None], config.head_dim, config.rope_theta, torch.float32)
-    is_seen, kept_sets, store = None, [], {}
+    is_seen, kept_sets, store = torch.ones(total, dtype=torch.bool), [], {}
     for block in range(0, gen_length, block_length):
         for step in range(block_length):
             start = num_prompt + block if is_cached and step else 0
@@ -77,7 +77,6 @@ def by_masks(vlm, prompt, k, keep_ratio, gen_length, block_length, *, is_once, i
                     count = max(1, round(len(visual) * keep_ratio))
                     kept = importance.topk(count).indices.sort().values
                     kept_sets.append(kept.tolist())
-                    is_seen = torch.ones(total, dtype=torch.bool)
                     is_seen[visual] = False
                     is_seen[visual[kept]] = True
                 if index >= k:
@@ -141,10 +140,11 @@ def test_what_changes_nothing_is_bit_for_bit_no_stage(vlm, stage):
         assert torch.equal(own.tokens, other.tokens)
 
 
-@pytest.mark.parametrize("cfg_scale", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("sampler", "cfg_scale"), [("baseline", 0.0), ("baseline", 0.5), ("lown", 0.0), ("lown", 0.5)]
+)
 @pytest.mark.parametrize("cache", ["none", "prefix", "dual", "vicinity:before=0,warmup=2"])
-@pytest.mark.parametrize("stage", [FASTV, FASTV + ",when=once", LIGHT, LIGHT + ",when=once"])
-@pytest.mark.parametrize("sampler", ["baseline", "lown", "fast_dllm"])
+@pytest.mark.parametrize("stage", [FASTV, LIGHT, LIGHT + ",when=once"])
 def test_rows_of_a_batch_are_as_alone(vlm, sampler, stage, cache, cfg_scale):
     """Unequal prompts and pictures, a row without a picture, one with two, one half given."""
     questions = [QUESTION, LONGER, QUESTION, LONGER]
@@ -277,7 +277,7 @@ def test_relative_cost_is_pi_f_plus_sigma_rho(vlm, when):
     assert shares.pi == pytest.approx(full / counts["FULL"] / whole)
     assert shares.rho == pytest.approx(forward_flops(vlm.geometry, blind, blind) / whole)
     assert (shares.f, shares.sigma) == (counts["FULL"] / 6, counts["TEXT_ONLY"] / 6)
-    assert shares.pi < 1
+    assert 0 < shares.pi < 1
     assert out.cost.relative == pytest.approx(shares.pi * shares.f + shares.sigma * shares.rho)
 
 
@@ -300,7 +300,7 @@ def test_behind_other_stages(vlm):
     assert out.cost.layer_visual_tokens[0] == (entered, entered, *[round(entered / 2)] * 2)
     two = vlm.generate(QUESTION, images=picture(80, 60), stages=[LIGHT, FASTV], **LENGTHS)
     counts = two.cost.layer_visual_tokens[0]
-    first = LightKV(0, 1).keeps(0, counts[0], 1)
+    first = LightKV(0, 1).keeps(0, counts[0], 1) or 0
     assert counts[1:3] == (first, round(first / 2))
 
 
@@ -348,7 +348,7 @@ def test_layouts_of_prompts(vlm):
     out = vlm.generate(
         QUESTION,
         images=picture(80, 60),
-        stages=["lightkv:at_layers=0,windows=1,grid=true"],
+        stages=["lightkv:at_layers=0,windows=1,grid=cells"],
         **LENGTHS,
     )
     assert out.cost.kept_visual_tokens < out.cost.visual_tokens

@@ -68,6 +68,7 @@ def test_whose_attention_ranks(rows, is_causal, num_masked, expected):
 def test_attention_is_that_of_the_whole_map():
     for is_causal in (True, False):
         view = view_of(layout(3, 6, 5), is_causal=is_causal)
+        assert view.queries is not None and view.keys is not None
         scores = view.queries @ view.keys.repeat_interleave(2, 0).transpose(1, 2) * 6**-0.5
         if is_causal:
             scores += torch.full((14, 14), float("-inf")).triu(1)
@@ -146,16 +147,16 @@ def test_merging_conserves_weighted_mass(count, ratio, seed):
 
 
 @pytest.mark.parametrize("guidance", ["query_softmax", "causal_attention", "uniform", "random"])
-@pytest.mark.parametrize("grid", ["fake_square", "true"])
+@pytest.mark.parametrize("grid", ["fake_square", "cells"])
 def test_one_stage_of_lightkv(guidance, grid):
-    view = view_of(grid_layout(6, 7, has_newline=grid == "true"), layer=1)
+    view = view_of(grid_layout(6, 7, has_newline=grid == "cells"), layer=1)
     stage = LightKV(1, 2, 0.5, guidance, grid)
     reduction = stage.reduce(view)
     is_visual = view.layout.is_visual[reduction.index]
     assert torch.equal(reduction.hidden[~is_visual], view.hidden[reduction.index][~is_visual]), (
         "text is untouched, bit for bit"
     )
-    if grid == "true":
+    if grid == "cells":
         newlines = (view.layout.is_visual & (view.layout.parts < 0)).nonzero()[:, 0]
         assert set(newlines.tolist()) <= set(reduction.index.tolist())
         assert int(is_visual.sum()) == 6 + 2 * (6 + 5)  # newlines, and windows of 12 and 9
@@ -173,12 +174,12 @@ def test_one_stage_of_lightkv(guidance, grid):
     assert torch.equal(original.position_ids, original.index * 2)
 
 
-def test_windows_of_a_true_grid_lie_in_the_picture():
+def test_windows_of_cells_lie_in_the_picture():
     """Tokens are merged within their quarter of it, and so is what is left of them."""
     row = grid_layout(8, 8)
     view = view_of(row)
     for turn in range(2):
-        reduction = LightKV(0, 2, 0.25, "uniform", "true").reduce(view)
+        reduction = LightKV(0, 2, 0.25, "uniform", "cells").reduce(view)
         target = reduction.index[reduction.groups]
         is_merged = target != torch.arange(len(target))
         assert int(is_merged.sum()) == (16, 12)[turn]
@@ -236,6 +237,10 @@ def test_schedules():
         ("lightkv:ratios=0.6", "between 0 and 0.5"),
         ("lightkv:guidance=softmax", "unknown guidance"),
         ("lightkv:seed=3", "goes with guidance='random'"),
+        ("pyramiddrop:depths=0-2", "depths must ascend, counted from 1"),
+        ("pyramiddrop:keep_ratios=0.5-0.6-0.1", "keep_ratios must descend"),
+        ("pyramiddrop:rows=none_such", "unknown rows"),
+        ("dart:visual_pivots=0", "visual_pivots must be a whole number"),
     ],
 )
 def test_knobs_that_cannot_work(spec, message):
@@ -243,6 +248,45 @@ def test_knobs_that_cannot_work(spec, message):
         vision.make(spec)
 
 
-def test_a_true_grid_must_be_known():
+def test_cells_must_be_known():
     with pytest.raises(InvalidInputError, match="use grid='fake_square'"):
-        LightKV(0, 1, grid="true").reduce(view_of(layout(2, 30, 2)))
+        LightKV(0, 1, grid="cells").reduce(view_of(layout(2, 30, 2)))
+
+
+def test_a_pyramid():
+    """Cumulative shares of what entered, each time the strongest."""
+    stage = vision.make("pyramiddrop:depths=1-2-3")
+    view = view_of(layout(3, 40, 5))
+    assert stage.layers(5) == (0, 1, 2)
+    assert vision.make("pyramiddrop").layers(32) == (7, 15, 23)
+    assert vision.make("pyramiddrop").layers(2) == (0,)
+    for layer, count in enumerate((20, 10, 5)):
+        view.layer, view.num_layers = layer, 5
+        before = len(view.visual)
+        assert stage.keeps(layer, before, 1) == count
+        received = view.attention(torch.tensor([len(view.hidden) - 1])).mean(dim=(0, 1))
+        reduction = stage.reduce(view)
+        kept = reduction.index[view.layout.is_visual[reduction.index]]
+        best = view.visual[received[view.visual].topk(count).indices].sort().values
+        assert torch.equal(kept, best)
+        view = view.behind(reduction)
+
+
+def test_dart_takes_what_differs_from_its_pivots():
+    view = view_of(layout(3, 40, 5), num_masked=2, is_causal=False)
+    size = view.keys.abs().sum(dim=(0, 2))
+    visual, text = view.visual, torch.tensor([0, 1, 2, 43, 44, 45])
+    pivots = [
+        *visual[size[visual].topk(2).indices].tolist(),
+        *text[size[text].topk(2).indices].tolist(),
+    ]
+    unit = torch.nn.functional.normalize(view.hidden, dim=-1)
+    free, expected = set(visual.tolist()) - set(pivots), set(pivots[:2])
+    for pivot in pivots:
+        nearest_last = sorted(free, key=lambda place: float(unit[place] @ unit[pivot]))[:5]
+        free -= set(nearest_last)
+        expected |= set(nearest_last)
+    stage = vision.make("dart:k=1,visual_pivots=2,text_pivots=2")
+    index = stage.reduce(view).index
+    assert set(index[view.layout.is_visual[index]].tolist()) == expected
+    assert len(expected) == stage.keeps(0, 40, 1) == 22

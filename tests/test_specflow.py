@@ -523,3 +523,8 @@ def test_a_seed_of_zeros_is_uniform():
 def test_mistakes(spec, message):
     with pytest.raises(InvalidInputError, match=message):
         make(spec)
+
+
+def test_ablations_can_be_written_in_a_spec():
+    made = make("specflow:keep_ratio=0.5,graph=none,sinks=none,allocation=topk")
+    assert made == SpecFlow(keep_ratio=0.5, graph="none", sinks="none", allocation="topk")

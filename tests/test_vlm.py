@@ -22,7 +22,6 @@ from dlm_decode.errors import (
 )
 from dlm_decode.samplers.baseline import Baseline
 from dlm_decode.samplers.lown import Lown
-from dlm_decode.settings import LARGEST_SCALE, LEAST_TEMPERATURE
 
 QUESTION = "what colour is the circle ?"
 
@@ -92,15 +91,25 @@ def test_batch_equals_singles(vlm, sampler, temperature):
         assert alone.cost.flops == together.cost.row_flops[row]
 
 
+# What keeps everything, and what keeps less in a model of two layers.
+STAGE_OPTIONS = {
+    "fastv": ("k=1,keep_ratio=1.0", "k=1"),
+    "dart": ("k=1,keep_ratio=1.0", "k=1"),
+    "lightkv": ("ratios=0", "at_layers=0,windows=1"),
+    "pyramiddrop": ("keep_ratios=1", "depths=1,keep_ratios=0.5"),
+}
+
+
 @pytest.mark.parametrize("stage", stages.names())
 @pytest.mark.parametrize("sampler", samplers.names())
 def test_every_stage_works_with_every_sampler(vlm, sampler, stage):
     ask = {"images": picture(), "sampler": sampler, "stop": False}
     whole = vlm.generate(QUESTION, **ask)
-    kept = vlm.generate(QUESTION, stages=[f"{stage}:keep_ratio=1.0"], **ask)
+    all_of_it, half_of_it = STAGE_OPTIONS.get(stage, ("keep_ratio=1.0", "keep_ratio=0.5"))
+    kept = vlm.generate(QUESTION, stages=[f"{stage}:{all_of_it}"], **ask)
     assert torch.equal(whole.sequences, kept.sequences)
     assert whole.cost.flops == kept.cost.flops
-    half = vlm.generate(QUESTION, stages=[f"{stage}:keep_ratio=0.5"], **ask)
+    half = vlm.generate(QUESTION, stages=[f"{stage}:{half_of_it}"], **ask)
     assert half.cost.kept_visual_tokens[0] < whole.cost.kept_visual_tokens[0]
     assert vlm.model.special_ids.mask not in half.sequences
 
@@ -373,12 +382,8 @@ def test_trajectory_file_round_trip(vlm, tmp_path):
             {"prompt": "a", "gen_length": 5, "steps": 4, "block_length": 2, "preset": "official"},
             "preset 'official'",
         ),
-        ({"prompt": "a", "steps": 10**9}, "steps must be at most 1000000, got 1000000000"),
         ({"prompt": "a", "gen_length": 1000}, "the model reads at most 400"),
         ({"prompt": "a", "temperature": -0.5}, "temperature must be"),
-        ({"prompt": "a", "temperature": 1e-40, "top_p": 0.9}, "temperature must be 0"),
-        ({"prompt": "a", "cfg_scale": 1e308}, "cfg_scale must be a number from 0 to 1e"),
-        ({"prompt": "a", "cfg_scale": 10**9999}, "got a number of 33216 bits"),
         ({"prompt": "a", "seed": [1, 2]}, "seed has 2 entries for 1 rows"),
         ({"prompt": "a", "stop": [[]]}, "a stop sequence is empty"),
         ({"prompt": "a", "stop": True}, "stop=True means nothing"),
@@ -403,30 +408,6 @@ def test_trajectory_file_round_trip(vlm, tmp_path):
 def test_bad_arguments_are_named(vlm, arguments, message):
     with pytest.raises(InvalidInputError, match=message):
         vlm.generate(**arguments)
-
-
-def test_the_last_token_that_can_be_proposed_may_not_be_suppressed(vlm):
-    size, mask = vlm.geometry.vocab_size, vlm.model.special_ids.mask
-    left = vlm.model.special_ids.eos
-    for kept in ((), (mask,)):
-        ids = [token for token in range(size) if token not in kept]
-        with pytest.raises(InvalidInputError, match="suppress_token_ids leaves none"):
-            vlm.generate("a", suppress_token_ids=ids)
-    only = [token for token in range(size) if token != left]
-    out = vlm.generate("a", suppress_token_ids=only, stop=False)
-    assert set(out.sequences[0].tolist()) == {left}
-
-
-def test_the_ends_of_what_scales_may_be_decode(vlm):
-    """No number is NaN there, which decoding would report."""
-    for options in (
-        {"cfg_scale": LARGEST_SCALE},
-        {"temperature": LEAST_TEMPERATURE, "top_p": 0.9},
-        {"temperature": LEAST_TEMPERATURE, "preset": "lavida_dream"},
-        {"temperature": LARGEST_SCALE, "top_p": 0.9},
-    ):
-        out = vlm.generate("a", steps=2, stop=False, **options)
-        assert out.sequences.shape == (1, 8)
 
 
 def test_nan_weights_are_an_error(vlm):
@@ -515,11 +496,3 @@ def test_streamer_protocol(vlm):
     ]
     assert masks == list(range(7, -1, -1))
     assert recorder.calls[-2][1].tolist() == out.sequences[0].tolist()
-
-
-def test_a_stage_may_stand_alone(vlm):
-    spec = "stride:keep_ratio=0.5"
-    alone = vlm.generate(QUESTION, images=picture(), stages=spec)
-    listed = vlm.generate(QUESTION, images=picture(), stages=[spec])
-    assert alone.trajectory.run["stages"] == listed.trajectory.run["stages"] != []
-    assert vlm.generate(QUESTION, stages=None).trajectory.run["stages"] == []

@@ -113,7 +113,7 @@ class ArEncoder:
         self.tail = self.words("assistant :")
         self.newline, self.end = self.ids["\n"], self.ids["</s>"]
         self.weights = torch.ones(len(self.ids))
-        for word in ANSWER_WORDS:
+        for word in ANSWER_WORDS & self.ids.keys():
             self.weights[self.ids[word]] = 3.0
         for word in VERDICTS:
             self.weights[self.ids[word]] = 5.0

@@ -24,6 +24,7 @@ __all__ = ["ClipPatchReader"]
 
 _NUM_CELLS = 9
 _MOST_OBJECTS = 9
+_LOOK_WEIGHT = 0.3
 _SCENE_HEADS = (len(NAMES), len(COLOURS), _NUM_CELLS, _MOST_OBJECTS + 1)
 
 
@@ -31,8 +32,9 @@ class ClipPatchReader(PatchReader):
     """A CLIP tower with the heads of `PatchReader`, and others on its class token.
 
     The latter read which names and colours are in the picture, which cells are taken and how many
-    objects there are. To answer, the class token has to look at the objects; so its attention, by
-    which pruning methods rank patches, means what it means in a real model.
+    objects there are. That alone makes the class token look at objects in the first layers only;
+    what it knows by then it need not look for later. Pruning methods rank patches by its attention
+    in the last layer that features pass, so where it looks there is taught as well.
     """
 
     tower: CLIPVisionModel
@@ -76,8 +78,13 @@ class ClipPatchReader(PatchReader):
     def states(self, pixels: Tensor) -> Tensor:
         """`(n, 145, 96)` states behind the last layer but one, the class token first."""
         tower: Any = self.tower
+        return tower.encoder.layers[-2](self._entering(pixels), None)
+
+    def _entering(self, pixels: Tensor) -> Tensor:
+        """States before the last layer but one."""
+        tower: Any = self.tower
         states = tower.pre_layrnorm(tower.embeddings(pixels))
-        for layer in tower.encoder.layers[:-1]:
+        for layer in tower.encoder.layers[:-2]:
             states = layer(states, None)
         return states
 
@@ -86,10 +93,35 @@ class ClipPatchReader(PatchReader):
         return self.states(pixels)[:, 1:]
 
     def loss(self, pool: ScenePool, rows: np.ndarray) -> Tensor:
-        """That of the patches and that of the class token."""
-        states = self.states(pixels_of(pool.images[rows]))
+        """That of the patches, of what the class token says, and of where it looks."""
+        tower: Any = self.tower
+        entering = self._entering(pixels_of(pool.images[rows]))
+        states = tower.encoder.layers[-2](entering, None)
         patches = patch_loss(self._patch_logits(states[:, 1:]), patch_targets(pool, rows))
-        return patches + self._scene_loss(states[:, 0], pool, rows)
+        scene = self._scene_loss(states[:, 0], pool, rows)
+        return patches + scene + _LOOK_WEIGHT * self.look_loss(entering, pool, rows)
+
+    def look_loss(self, states: Tensor, pool: ScenePool, rows: np.ndarray) -> Tensor:
+        """How far the class token's look is from the objects, as a cross-entropy.
+
+        Its look is its attention to patches in the last layer that features pass, the mean over
+        heads. An object's patches are wanted, the one at its centre most.
+
+        Args:
+            states: `(n, 145, 96)` that enter this layer.
+            pool: scenes.
+            rows: which of them.
+        """
+        tower: Any = self.tower
+        layer = tower.encoder.layers[-2]
+        attention, normed = layer.self_attn, layer.layer_norm1(states)
+        shape = (len(states), -1, attention.num_heads, attention.head_dim)
+        queries = attention.q_proj(normed[:, :1]).view(shape).transpose(1, 2)
+        keys = attention.k_proj(normed).view(shape).transpose(1, 2)
+        look = (queries @ keys.mT * attention.scale).softmax(-1).mean(1)[:, 0, 1:]
+        wanted = torch.from_numpy((pool.names[rows] < len(NAMES)) + 3.0 * pool.is_anchor[rows])
+        wanted = (wanted / wanted.sum(1, keepdim=True).clamp_min(1)).float()
+        return -(wanted * look.clamp_min(1e-6).log()).sum(1).mean()
 
     def _scene_loss(self, state: Tensor, pool: ScenePool, rows: np.ndarray) -> Tensor:
         *present, number = [head(state) for head in self.scene_heads]

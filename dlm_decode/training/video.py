@@ -37,7 +37,7 @@ CANVAS = 16
 ENDING = "/ no _ think"  # VidLaDA's default mode of thinking
 WATCHED_CLIPS = 400
 FIRST_WATCHED = 100_000
-KIND_WEIGHTS = {"movement": 1.3, "order": 1.0, "count": 0.7, "place": 0.7}
+KIND_WEIGHTS = {"movement": 1.0, "order": 1.7, "count": 0.9, "place": 0.3}
 SHIPPED = Path(dlm_decode.__file__).parent / "data" / "tiny"
 _PART = 500
 # VidLaDA's processor puts a long system message first; the words of this model do not hold it.
@@ -50,11 +50,14 @@ _CHAT_TEMPLATE = (
 
 
 def stages(scale: float) -> list[Stage]:
-    """The curriculum, with every stage's steps multiplied by `scale`."""
+    """The curriculum, with every stage's steps multiplied by `scale`.
+
+    A few tokens of each picture teach what all of them need. The shipped weights went through more
+    and shorter runs, see their card; this plan puts what worked into one.
+    """
     plan = (
-        Stage("few", 4000, 64, 1.2e-3, patches=1, background=8, full_share=0.5),
-        Stage("more", 400, 64, 7e-4, patches=4, background=60, full_share=0.4),
-        Stage("all", 120, 32, 5e-4, full_share=0.4, is_flat=True),
+        Stage("few", 4000, 64, 6e-4, patches=1, background=8, full_share=0.4),
+        Stage("more", 100, 48, 3.5e-4, patches=4, background=120, full_share=0.35, final_rate=0.05),
     )
     return [Stage(**{**vars(stage), "steps": max(1, round(stage.steps * scale))}) for stage in plan]
 

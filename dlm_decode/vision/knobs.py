@@ -35,16 +35,17 @@ def check_layers(name: str, layers: Sequence[int], num_layers: int) -> None:
         )
 
 
-def read_layers(given: Any) -> tuple[int, ...]:
+def read_layers(given: Any, name: str = "at_layers", least: int = 0) -> tuple[int, ...]:
     """Layers from a number, a sequence, or a string such as `"12-18-24"`.
 
     Raises:
-        InvalidInputError: anything else, or layers that do not ascend from 0 on.
+        InvalidInputError: anything else, or layers that do not ascend from `least` on.
     """
-    layers = _numbers("at_layers", given, int)
-    if not layers or layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):
+    layers = _numbers(name, given, int)
+    if not layers or layers[0] < least or any(b <= a for a, b in pairwise(layers)):
         raise InvalidInputError(
-            f"at_layers must ascend, counted from 0, got {given!r}; write '12-18-24' or (12, 18)."
+            f"{name} must ascend, counted from {least}, got {given!r}; write '12-18-24' or "
+            "(12, 18, 24)."
         )
     return layers
 

@@ -24,7 +24,7 @@ from dlm_decode.vision.matching import (
 __all__ = ["Grid", "Guidance", "LightKV", "softmax_guidance"]
 
 Guidance = Literal["query_softmax", "causal_attention", "uniform", "random"]
-Grid = Literal["fake_square", "true"]
+Grid = Literal["fake_square", "cells"]
 
 _DEPTHS = 3  # layers of the schedule that follows the depth
 _LEAST_PER_WINDOW = 8  # an image with fewer tokens per window is left as it is
@@ -54,7 +54,7 @@ class LightKV(InsideBase):
             `"causal_attention"`: attention that a token pays to text, summed likewise (in a causal
             model only to text in front of it); `"uniform"`: plain means; `"random"`.
         grid: `"fake_square"` lays an image's tokens, newline vectors included, row by row into the
-            smallest square that holds them; `"true"` uses their cells, cuts each tile group or
+            smallest square that holds them; `"cells"` uses their cells, cuts each tile group or
             frame by itself, and leaves newline vectors alone. What is left keeps its cell.
         positions: rotary positions behind each of the layers: `"renumbered"` counts 0, 1, ... (with
             M-RoPE on all axes), `"original"` leaves what stays at its numbers.
@@ -64,7 +64,7 @@ class LightKV(InsideBase):
     Raises:
         InvalidInputError: layers that are not ascending or that the model does not have, lists of
             unequal length, ratios outside [0, 0.5], windows below 1, a seed without random
-            guidance; `grid="true"` behind a stage that took tokens out of the grid.
+            guidance; `grid="cells"` behind a stage that took tokens out of the grid.
         UnknownNameError: another value of `guidance`, `grid`, `positions` or `when`.
 
     Source: LightKV and its published program; named settings such as `lightkv@llava-1.5-13b` are
@@ -159,7 +159,7 @@ class LightKV(InsideBase):
         layout, parts = view.layout, []
         if not bool((layout.parts >= 0).any()):
             raise InvalidInputError(
-                "grid='true' needs to know where in the picture each visual token lies, and an "
+                "grid='cells' needs to know where in the picture each visual token lies, and an "
                 "earlier stage took tokens out of the grid, or the prompt came without grids; use "
                 "grid='fake_square'."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -150,6 +150,8 @@ class SpecFlow(PictureStage):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, allowed in _CHOICES.items():
+            if getattr(self, name) is None and "none" in get_args(allowed):  # as specs are read
+                object.__setattr__(self, name, "none")
             check_choice(name, getattr(self, name), allowed)
         if self.graph == "token_attention" and self.video == "octree":
             raise InvalidInputError(

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
@@ -20,6 +22,8 @@ from dlm_decode.models.autoregressive.processing import (
 from dlm_decode.models.special_ids import NO_ID, SpecialIds
 
 __all__ = ["load_processor", "load_stock_model", "special_ids_of_stock"]
+
+_LEAST_TRANSFORMERS = "5.24"  # names the cache of a forward `cache`, and returns it so
 
 
 def load_stock_model(
@@ -35,8 +39,15 @@ def load_stock_model(
     Raises:
         CheckpointError: weights that are missing, unexpected or of another shape than the config
             says.
-        InvalidInputError: an unknown attention backend, or weights that are not there.
+        InvalidInputError: an unknown attention backend, weights that are not there, or too old a
+            version of transformers.
     """
+    if Version(transformers.__version__) < Version(_LEAST_TRANSFORMERS):
+        raise InvalidInputError(
+            f"autoregressive models need transformers {_LEAST_TRANSFORMERS} or newer, and "
+            f"{transformers.__version__} is installed; upgrade it (its newer releases need Python "
+            "3.11)."
+        )
     check_backend(attn_implementation)
     try:
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
