@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlm_decode import samplers
 from dlm_decode.autoregressive_inputs import Batch, batch_from_ids, batch_from_text
-from dlm_decode.autoregressive_response import Response
+from dlm_decode.autoregressive_run import Response
 from dlm_decode.base_vlm import BaseVlm, Output, Stop, check_used, synchronize
 from dlm_decode.confidence import Proposal, drop_unlikely, propose
 from dlm_decode.cost import CostMeter

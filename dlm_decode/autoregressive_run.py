@@ -1,4 +1,4 @@
-"""The forwards of one autoregressive response, and what they add up to."""
+"""One response of an autoregressive model: its forwards, its tokens, and what they cost."""
 
 from __future__ import annotations
 
