@@ -267,6 +267,6 @@ def test_options_of_another_kind_are_refused(tmp_path):
     for given in (["--clips", "5"], ["--kind", "video", "--scenes", "5"]):
         with pytest.raises(InvalidInputError, match="leave it out"):
             tiny.run(parser.parse_args([*out, *given]))
-    with pytest.raises(InvalidInputError, match="above 0"):
+    with pytest.raises(InvalidInputError, match="at least 1"):
         tiny.run(parser.parse_args([*out, "--kind", "video", "--clips", "0"]))
     assert not (tmp_path / "out.work").exists()
