@@ -3,6 +3,6 @@
 The stages live in `dlm_decode.vision`.
 """
 
-from dlm_decode.vision import Stage, get, make, names, register_stage
+from dlm_decode.vision import Stage, attach, get, make, names, register_stage
 
-__all__ = ["Stage", "get", "make", "names", "register_stage"]
+__all__ = ["Stage", "attach", "get", "make", "names", "register_stage"]
