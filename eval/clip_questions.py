@@ -17,12 +17,11 @@ from dlm_decode.eval.clips import (
     ClipObject,
     generate_clip,
 )
-from dlm_decode.eval.kinds import check_kinds
+from dlm_decode.eval.kinds import LETTERS, check_kinds
 from dlm_decode.eval.scenes import CELL_NAMES, CELL_SIZE, COLOURS, SHAPES, Split
 
 __all__ = [
     "KINDS",
-    "LETTERS",
     "ClipSample",
     "ask",
     "clip_samples",
@@ -32,7 +31,6 @@ __all__ = [
     "score",
 ]
 
-LETTERS = "abcd"
 _FIRST_CALIBRATION_SEED = 1_000_000
 
 

@@ -1,4 +1,4 @@
-"""Which kinds of generated questions are asked."""
+"""What questions about generated pictures and clips have in common."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
 
-__all__ = ["check_kinds"]
+__all__ = ["LETTERS", "check_kinds"]
+
+LETTERS = "abcd"
+"""Letters of the options of a choice, in order."""
 
 
 def check_kinds(kinds: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from dlm_decode.eval.kinds import check_kinds
+from dlm_decode.eval.kinds import LETTERS, check_kinds
 from dlm_decode.eval.scenes import (
     CELL_NAMES,
     COLOURS,
@@ -29,6 +29,7 @@ __all__ = [
     "ask",
     "first_samples",
     "heldout_samples",
+    "options_of",
     "practice_choice",
     "scene_samples",
     "score",
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 REFUSAL = "i can not tell , this is not a scene i know ."
-LETTERS = "abcd"
 _NUMBERS = ("no", "1", "2", "3", "4", "5")
 _FIRST_CALIBRATION_SEED = 1_000_000
 
@@ -298,6 +298,11 @@ def _choice(scene: Scene, rng: random.Random, num_options: int = len(LETTERS)) -
     letter = LETTERS[options.index(right)]
     listing = " ".join(f"{mark} ) {option}" for mark, option in zip(LETTERS, options, strict=False))
     return f"which of these is in the picture ? {listing}", f"{letter} ) {right} ."
+
+
+def options_of(question: str) -> list[str]:
+    """The options of a choice, in the order of their letters."""
+    return re.findall(rf"[{LETTERS}] \) (.+?)(?= [{LETTERS}] \)|$)", question)
 
 
 KINDS: dict[str, Callable[[Scene, random.Random], tuple[str, str] | None]] = {

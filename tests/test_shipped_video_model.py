@@ -27,9 +27,10 @@ def reports(tmp_path_factory):
 
 
 def test_answers_are_right(reports):
-    assert reports[False]["accuracy"] >= 0.6
+    """95 % of 300 are; of 30 a share below 0.8 has a chance of about 1 in 500."""
+    assert reports[False]["accuracy"] >= 0.8
     assert reports[False]["errors"] == 0
 
 
 def test_answers_come_from_the_clip(reports):
-    assert reports[False]["accuracy"] - reports[True]["accuracy"] >= 0.2
+    assert reports[False]["accuracy"] - reports[True]["accuracy"] >= 0.3

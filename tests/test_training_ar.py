@@ -4,6 +4,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -181,7 +182,7 @@ def test_a_killed_run_resumes_to_the_same_weights(drawer, tmp_path, monkeypatch)
 
 def test_the_class_token_learns_what_is_in_the_picture(tmp_path):
     pool = build_pool(16, "train", photo_share=0.0)
-    reader = ClipPatchReader()
+    reader: Any = ClipPatchReader()
     before = reader.loss(pool, np.arange(16)).item()
     reader = train_tower(
         pool, pool, tmp_path / "tower.pt", steps=12, batch=16, kind=ClipPatchReader
@@ -189,8 +190,27 @@ def test_the_class_token_learns_what_is_in_the_picture(tmp_path):
     assert reader.loss(pool, np.arange(16)).item() < before - 1
     assert {"cls_name", "cls_count", "digit"} <= reader.accuracy(pool).keys()
     reader.zero_grad()
-    reader._scene_loss(reader.states(pixels_of(pool.images))[:, 0], pool, np.arange(16)).backward()
+    states = reader.states(pixels_of(pool.images))
+    reader._scene_loss(states[:, 0], pool, np.arange(16)).backward()
     assert reader.tower.embeddings.patch_embedding.weight.grad.abs().max() > 0
+
+
+def test_where_the_class_token_looks_is_learnt(tmp_path):
+    """The part of the loss that concerns its look falls by itself; it is in the layer read."""
+    pool = build_pool(8, "train", photo_share=0.0)
+    reader: Any = ClipPatchReader()
+    rows, optimizer = np.arange(8), torch.optim.AdamW(reader.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(6):
+        loss = reader.look_loss(reader._entering(pixels_of(pool.images)), pool, rows)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    layers = reader.tower.encoder.layers
+    assert layers[-2].self_attn.k_proj.weight.grad.abs().max() > 0
+    assert layers[-1].self_attn.k_proj.weight.grad is None
 
 
 def test_a_tower_that_is_taken_over_sees_nearly_the_same():
@@ -217,7 +237,8 @@ def test_the_whole_command_writes_a_folder_that_transformers_loads(tmp_path, mon
     first, second = tmp_path / "first", tmp_path / "second"
     start = ["--start", str(SHIPPED / "tiny")]
     assert tiny.run(parser.parse_args([*given, *start, "--output", str(first)])) == 0
-    model, report = LlavaForConditionalGeneration.from_pretrained(first, output_loading_info=True)
+    loaded: Any = LlavaForConditionalGeneration.from_pretrained(first, output_loading_info=True)
+    model, report = loaded
     assert not any(report[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
     assert model.dtype == torch.float32
     assert (

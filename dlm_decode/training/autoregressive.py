@@ -78,8 +78,10 @@ class ArReader(nn.Module):
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__()
         self.projector = LlavaMultiModalProjector(config)
-        self.language = LlamaForCausalLM(config.text_config)
-        self.flag = nn.Linear(config.text_config.hidden_size, 1)
+        text: Any = config.text_config
+        self.language = LlamaForCausalLM(text)
+        width: Any = self.language.config.hidden_size
+        self.flag = nn.Linear(width, 1)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """States `(B, n, D)` for the head of the language model, and `(B, n)` flag logits."""

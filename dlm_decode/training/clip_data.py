@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dlm_decode.eval.clip_questions import KINDS, LETTERS, ClipSample, ask, practice, score
+from dlm_decode.eval.clip_questions import KINDS, ClipSample, ask, practice, score
 from dlm_decode.eval.clips import FRAMES_PER_STEP, NUM_FRAMES, NUM_STEPS, Clip
 from dlm_decode.eval.scenes import IMAGE_SIZE
 from dlm_decode.models.anyres import pixels_of
 from dlm_decode.models.visual_layout import pool_frames
 from dlm_decode.training.data import GRID
 from dlm_decode.training.language import Encoder, Reader, Stage, noised
+from dlm_decode.training.lookup import ask_for_letters
 from dlm_decode.training.tower import VISION_CONFIG
 
 __all__ = ["POOLED", "ClipDrawer", "ClipReader", "encode_clips"]
@@ -196,15 +197,14 @@ class ClipDrawer:
         for row in np.flatnonzero(numbers.random(len(rows)) < share):
             if not samples[row].options:
                 continue
-            response = text["response"][row]
-            is_letter = torch.arange(len(response)) == 0
-            if not has_video[row]:
-                ids, places = self._listing(samples[row], numbers)
-                response[:] = ids
-                is_letter = torch.isin(torch.arange(len(response)), places)
-            noisy["is_masked"][row] = is_letter
-            noisy["tokens"][row, -len(response) :] = torch.where(
-                is_letter, self.encoder.mask, response
+            ask_for_letters(
+                self.encoder,
+                text["response"][row],
+                noisy["tokens"][row],
+                noisy["is_masked"][row],
+                samples[row].options,
+                numbers,
+                is_blind=not has_video[row],
             )
         if not has_video.any():
             features, visual_index, visual_real = (
@@ -217,21 +217,6 @@ class ClipDrawer:
             "features": features,
             "visual_index": visual_index,
         }
-
-    def _listing(self, sample: ClipSample, numbers: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """All options in another order as a response, and where their letters are.
-
-        That is as many look-ups as there are options, for the price of one.
-        """
-        ids: list[int] = []
-        places: list[int] = []
-        for number in numbers.permutation(len(sample.options)):
-            option = self.encoder.words(f"{LETTERS[number]} ) {sample.options[number]}")
-            if len(ids) + len(option) <= self.encoder.canvas:
-                places.append(len(ids))
-                ids += option
-        ids += [self.encoder.pad] * (self.encoder.canvas - len(ids))
-        return torch.tensor(ids), torch.tensor(places)
 
 
 def _near(centre: tuple[float, float], count: int | None) -> list[int]:

@@ -24,13 +24,14 @@ from dlm_decode.canvas import IMAGE_TOKEN_ID, Canvas, Prompt
 from dlm_decode.cost import CostMeter
 from dlm_decode.decode import decode
 from dlm_decode.eval.generated import GeneratedSample
-from dlm_decode.eval.scene_questions import SceneSample, score
+from dlm_decode.eval.scene_questions import SceneSample, options_of, score
 from dlm_decode.models.configuration import LLaDAConfig
 from dlm_decode.models.llada import LLaDAModelLM
 from dlm_decode.predictor import Predictor
 from dlm_decode.samplers.baseline import Baseline
 from dlm_decode.settings import Settings
 from dlm_decode.training.data import SPECIAL_TOKENS, ScenePool
+from dlm_decode.training.lookup import ask_for_letters
 from dlm_decode.training.questions import ANSWER_WORDS, NUM_PATCHES, VERDICTS, SceneDrawer
 from dlm_decode.training.stages import TrainingStage, accuracy_by_kind, run_stages
 
@@ -47,6 +48,9 @@ LANGUAGE_CONFIG = {
     "max_position_embeddings": 2048,
 }
 _NUM_VISUAL = NUM_PATCHES + 1  # a newline vector follows the patches
+_BLIND_SHARE = 0.06  # questions without a picture
+_BLIND_PRACTICE_SHARE = 0.3  # the same of choices, when looking options up is practised
+_LOOKUP_SHARE = 0.5  # choices that ask for letters alone
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ class Drawer(SceneDrawer):
         features: `(n, 144, d)` float16.
         encoder: text to ids.
         kind_weights: relative frequency of each kind of question.
-        practises: ask choices among fewer options as well.
+        practises: ask choices among fewer options as well, and for letters alone.
     """
 
     num_visual = _NUM_VISUAL
@@ -272,13 +276,26 @@ class Drawer(SceneDrawer):
         stage: Stage,
         numbers: np.random.Generator,
     ) -> dict[str, Tensor]:
-        has_image = numbers.random(len(rows)) >= 0.06
+        is_practice = np.array([self.practises and sample.form == "choice" for sample in samples])
+        blind_share = np.where(is_practice, _BLIND_PRACTICE_SHARE, _BLIND_SHARE)
+        has_image = numbers.random(len(rows)) >= blind_share
         gap = np.where(has_image | (numbers.random(len(rows)) < 0.5), _NUM_VISUAL, 0)
         text = self.encoder.batch(samples, gap)
         features, visual_positions, visual_real = self.visual(rows, stage, has_image, numbers)
+        noisy = noised(text, numbers, self.encoder.mask, stage.full_share)
+        for row in np.flatnonzero(is_practice & (numbers.random(len(rows)) < _LOOKUP_SHARE)):
+            ask_for_letters(
+                self.encoder,
+                text["response"][row],
+                noisy["tokens"][row],
+                noisy["is_masked"][row],
+                options_of(samples[row].question),
+                numbers,
+                is_blind=not has_image[row],
+            )
         return {
             **text,
-            **noised(text, numbers, self.encoder.mask, stage.full_share),
+            **noisy,
             "is_real": torch.cat([visual_real, text["is_real"]], dim=1),
             "features": features,
             "visual_index": visual_positions,
