@@ -22,6 +22,7 @@ from dlm_decode.models.visual_layout import pool_frames
 from dlm_decode.training.data import GRID
 from dlm_decode.training.language import Encoder, Reader, Stage, noised
 from dlm_decode.training.lookup import ask_for_letters
+from dlm_decode.training.stages import TrainingStage
 from dlm_decode.training.tower import VISION_CONFIG
 
 __all__ = ["POOLED", "ClipDrawer", "ClipReader", "encode_clips"]
@@ -117,7 +118,11 @@ class ClipDrawer:
         return samples, np.array(rows)
 
     def visual(
-        self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
+        self,
+        rows: np.ndarray,
+        stage: TrainingStage,
+        has_image: np.ndarray,
+        numbers: np.random.Generator,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Visual tokens as the stage shows them.
 
@@ -148,7 +153,7 @@ class ClipDrawer:
         is_real = torch.from_numpy(is_there & has_image[:, None])
         return torch.from_numpy(features).float(), positions, is_real
 
-    def _few(self, clip: Clip, stage: Stage, numbers: np.random.Generator) -> np.ndarray:
+    def _few(self, clip: Clip, stage: TrainingStage, numbers: np.random.Generator) -> np.ndarray:
         """Tokens where the objects are, one frame of each step, and some others."""
         chosen: set[int] = set()
         offsets = numbers.integers(FRAMES_PER_STEP, size=NUM_STEPS)

@@ -198,7 +198,11 @@ class Questions(Protocol):
         ...
 
     def visual(
-        self, rows: np.ndarray, stage: Stage, has_image: np.ndarray, numbers: np.random.Generator
+        self,
+        rows: np.ndarray,
+        stage: TrainingStage,
+        has_image: np.ndarray,
+        numbers: np.random.Generator,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Features, rotary positions `(B, v)` and which are real `(B, v)`."""
         ...

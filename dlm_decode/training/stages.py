@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dlm_decode.eval.scene_questions import SceneSample
+from dlm_decode.eval.runner import Sample
 from dlm_decode.training.muon import Muon
 
 __all__ = ["TrainingStage", "accuracy_by_kind", "run_stages"]
@@ -145,7 +145,7 @@ def _rate(stage: TrainingStage, step: int) -> float:
     )
 
 
-def accuracy_by_kind(samples: list[SceneSample], hits: Sequence[bool]) -> dict[str, float]:
+def accuracy_by_kind(samples: Sequence[Sample], hits: Sequence[bool]) -> dict[str, float]:
     """Shares of right answers: `"all"`, then those of each kind."""
     by_kind: dict[str, list[bool]] = {}
     for sample, hit in zip(samples, hits, strict=True):
