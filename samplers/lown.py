@@ -175,7 +175,8 @@ class Lown:
     visual tokens run FULL in every step, as the baseline does; `info["has_visual"]` says so. At a
     temperature above 0 certificates compare argmax tokens, and the token that is committed is the
     one that the anchor's FULL forward sampled. `guard`, `positions` and the exemption are choices
-    that the paper leaves open; `budget` and `parallel` on TEXT_ONLY steps are ours.
+    that the paper leaves open (docs/measurements.md compares them); `budget` and `parallel` on
+    TEXT_ONLY steps are ours.
 
     Args:
         guard: repetition guard, see `blocked_by_guard`; `None` (or `"none"`) for none.
