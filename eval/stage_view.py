@@ -67,7 +67,7 @@ def panels_of(vlm: DiffusionVlm, stage: Stage, image: Any) -> list[Panel]:
         InvalidInputError: a stage that acts later, or a model without a processor.
         MediaError: an image that cannot be read.
     """
-    if isinstance(stage, (AttentionStage, InsideStage)):
+    if isinstance(stage, (AttentionStage, CacheStage, InsideStage)):
         raise InvalidInputError(
             f"stage {getattr(stage, 'name', type(stage).__name__)!r} acts while the language model "
             "runs; show draws stages that act before it, such as specflow."
