@@ -19,6 +19,7 @@ from dlm_decode.canvas import Prompt, VisualSpan
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.media import open_image
 from dlm_decode.vision.base import AttentionStage, Stage, tower_needs
+from dlm_decode.vision.cache_stage import CacheStage
 from dlm_decode.vision.inside import InsideStage
 from dlm_decode.vision.picture import Picture
 from dlm_decode.vision.specflow import SpecFlow

@@ -34,7 +34,8 @@ def schedule_of(stages: Sequence[Stage], model: Published, text_tokens: int) -> 
 
     Raises:
         InvalidInputError: a negative number of text tokens, a stage that waits for a diffusion
-            model's response or shortens the cache, or one that keeps a number of tokens that depends on the image.
+            model's response or shortens the cache, or one that keeps a number of tokens that
+            depends on the image.
     """
     if text_tokens < 0:
         raise InvalidInputError(f"text tokens must be at least 0, got {text_tokens}.")

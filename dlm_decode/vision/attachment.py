@@ -55,7 +55,8 @@ def attach(
     Raises:
         UnknownNameError: another kind of model, or an unknown stage.
         InvalidInputError: a stage that only diffusion models can run, or that shortens the cache
-            behind the prefill (`CacheStage`); stages that are attached already; while attached, inputs without ids or pictures that were encoded before.
+            behind the prefill (`CacheStage`); stages that are attached already; while attached,
+            inputs without ids or pictures that were encoded before.
 
     Example:
         ```python

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 __all__ = ["Show", "looking_at"]
 
 Show = Callable[[Tensor, Tensor, float], None]
-"""Takes queries `(B, H, S, d)` and keys `(B, H_kv, S, d)` after rotation, and the scores' factor."""
+"""Takes queries `(B, H, S, d)`, keys `(B, H_kv, S, d)`, both after rotation, and the factor."""
 
 _LOOK = "dlm_decode_look"
 # What the attention of the layer that is running is shown to, and what it really is.

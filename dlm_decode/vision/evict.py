@@ -74,8 +74,8 @@ class ImageRandomCache(CacheBase):
         InvalidInputError: a ratio outside (0, 1], or a seed below 0.
 
     Source: the baseline ImgRand of the LightKV paper, which says that it evicts vision tokens only,
-    at random after the prefill, and no more. That all layers lose the same positions, and each image
-    the same share, is our reading.
+    at random after the prefill, and no more. That all layers lose the same positions, and each
+    image the same share, is our reading.
     """
 
     keep_ratio: float = 0.5
@@ -119,12 +119,12 @@ class ElasticCache(CacheBase):
     Raises:
         InvalidInputError: a ratio outside (0, 1].
 
-    Source: the baseline ElasticCache of the LightKV paper, which prunes text and vision tokens after
-    the prefill, and the abstract of Elastic Cache (arXiv 2407.18121): important keys and values are
-    anchors, by how often they are attended to, and those around them are merged into them. A
-    reconstruction from these sentences, compared with no program: sum, mean over heads, distance in
-    positions, equal weights and that no position is safe are ours. Left out is what Elastic Cache
-    drops while tokens are generated: all of these stay.
+    Source: the baseline ElasticCache of the LightKV paper, which prunes text and vision tokens
+    after the prefill, and the abstract of Elastic Cache (arXiv 2407.18121): important keys and
+    values are anchors, by how often they are attended to, and those around them are merged into
+    them. A reconstruction from these sentences, compared with no program: sum, mean over heads,
+    distance in positions, equal weights and that no position is safe are ours. Left out is what
+    Elastic Cache drops while tokens are generated: all of these stay.
     """
 
     keep_ratio: float = 0.5

@@ -57,9 +57,7 @@ class Evictor:
     def __init__(self, stages: Sequence[Stage], num_layers: int) -> None:
         own = [stage for stage in stages if isinstance(stage, CacheStage)]
         inside = [
-            stage
-            for stage in stages
-            if isinstance(stage, InsideStage) and stage.layers(num_layers)
+            stage for stage in stages if isinstance(stage, InsideStage) and stage.layers(num_layers)
         ]
         if len(own) > 1 or (own and inside):
             names = [describe(stage)["name"] for stage in (*own, *inside)]
@@ -80,9 +78,7 @@ class Evictor:
         return length**2 if self._is_reading else 0
 
     @contextmanager
-    def watching(
-        self, text_model: Any, prompts: Callable[[], Sequence[Prompt]]
-    ) -> Iterator[None]:
+    def watching(self, text_model: Any, prompts: Callable[[], Sequence[Prompt]]) -> Iterator[None]:
         """Sums up the attention of the prefill that runs inside, where the stage asks for it.
 
         Args:
@@ -118,8 +114,10 @@ class Evictor:
             return None
         device = prompts[0].ids.device
         kept = [
-            [Eviction(torch.arange(prompt.length, device=device)) if plan is None else plan
-             for plan in row]
+            [
+                Eviction(torch.arange(prompt.length, device=device)) if plan is None else plan
+                for plan in row
+            ]
             for row, prompt in zip(plans, prompts, strict=True)
         ]
         lengths = [{len(plan.index) for plan in row} for row in kept]
@@ -186,7 +184,7 @@ def _summing(sums: list[Tensor], prompts: Callable[[], Sequence[Prompt]]) -> Sho
 
 
 def _received(query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """`(P,)` float32 causal attention that positions receive; arguments `(H, P, d)`, `(H_kv, P, d)`.
+    """`(P,)` float32 causal attention that positions receive, from `(H, P, d)`, `(H_kv, P, d)`.
 
     Queries go in pieces, so that long prompts need no P x P matrix of every head at once.
     """
