@@ -134,10 +134,9 @@ class Evictor:
                     "whole prompt (DynamicLayer) can be shortened behind the prefill."
                 )
             own = [row[number] for row in kept]
-            layer.keys, layer.values = (
-                _gathered(states, own, [prompt.length for prompt in prompts])
-                for states in (layer.keys, layer.values)
-            )
+            states = (layer.keys, layer.values)
+            spans = [prompt.length for prompt in prompts]
+            layer.keys, layer.values = (_gathered(part, own, spans) for part in states)
         columns = torch.arange(max(counts), device=device)
         starts = max(counts) - torch.tensor(counts, device=device)
         return Evicted(
@@ -154,8 +153,9 @@ class Evictor:
         return stage.evict(CacheView(layer, prompt.ids, layout_of(prompt), received))
 
 
-def _gathered(states: Tensor, kept: Sequence[Eviction], lengths: Sequence[int]) -> Tensor:
+def _gathered(states: Tensor | None, kept: Sequence[Eviction], lengths: Sequence[int]) -> Tensor:
     """`(B, H, K, d)` what is left of `(B, H, S, d)`, on the right behind zeros."""
+    assert states is not None, "the prefill has run"
     width = max(len(plan.index) for plan in kept)
     out = states.new_zeros(*states.shape[:2], width, states.shape[-1])
     for row, (plan, length) in enumerate(zip(kept, lengths, strict=True)):
