@@ -24,6 +24,8 @@ from dlm_decode.settings import Settings, resolve_settings
 from dlm_decode.stops import update_stop_position
 from dlm_decode.track import abort, make_tracker
 from dlm_decode.vision.attachment import attach, stages_for
+from dlm_decode.vision.cache_stage import CacheStage
+from dlm_decode.vision.eviction import Evictor
 
 if TYPE_CHECKING:
     from dlm_decode.models.autoregressive.processing import AutoregressiveProcessor
@@ -206,6 +208,7 @@ class AutoregressiveVlm(BaseVlm):
         began = time.perf_counter()
         chosen_sampler = check_options(sampler, diffusion_only)
         chosen_stages = stages_for(stages)
+        evictor = Evictor(chosen_stages, self.geometry.num_layers)
         video_options = {
             "max_frames": max_frames,
             "fps": fps,
@@ -254,8 +257,9 @@ class AutoregressiveVlm(BaseVlm):
         self._check_lengths(batch, settings)
         generators = self._generators(settings, num_rows)
         meter = CostMeter(self.geometry, num_rows)
-        with attach(self.model, chosen_stages) as attachment:
-            response = Response(self, attachment, meter, batch, settings.gen_length)
+        attached = [stage for stage in chosen_stages if not isinstance(stage, CacheStage)]
+        with attach(self.model, attached) as attachment:
+            response = Response(self, attachment, evictor, meter, batch, settings.gen_length)
             began_prefill = time.perf_counter()
             logits = response.prefill()
             synchronize(self.device)

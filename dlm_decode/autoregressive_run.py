@@ -15,6 +15,7 @@ from dlm_decode.cost import Cost, CostMeter, Work, forward_flops, kv_bytes_per_t
 from dlm_decode.record import StepRecord
 from dlm_decode.samplers.autoregressive import Autoregressive
 from dlm_decode.vision.attachment import Attachment
+from dlm_decode.vision.eviction import Evicted, Evictor
 
 if TYPE_CHECKING:
     from dlm_decode.autoregressive import AutoregressiveVlm
@@ -32,6 +33,7 @@ class Response:
     Args:
         vlm: the model.
         attachment: the stages that are attached to it.
+        evictor: the stage that shortens the cache behind the prefill, if any.
         meter: charged with every forward.
         batch: the prompts.
         gen_length: T.
@@ -41,11 +43,14 @@ class Response:
         self,
         vlm: AutoregressiveVlm,
         attachment: Attachment,
+        evictor: Evictor,
         meter: CostMeter,
         batch: Batch,
         gen_length: int,
     ) -> None:
         self._vlm, self._attachment, self._meter = vlm, attachment, meter
+        self._evictor = evictor
+        self._evicted: Evicted | None = None
         self._inputs, special = batch.inputs, vlm.special_ids
         num_rows = len(self._inputs["input_ids"])
         filler = special.pad if special.pad is not None else special.eos
@@ -55,20 +60,22 @@ class Response:
         self._positions = torch.zeros(0)
         self._cache: Any = None
         self._num_fed = [0] * num_rows
-        self._lengths: list[list[int]] = []  # of each row's prompt, by layer
+        self._lengths: list[list[int]] = []  # what is cached of each row's prompt, by layer
 
     def prefill(self) -> Tensor:
         """`(B, V)` logits of the first tokens."""
         inputs, architecture = self._inputs, self._vlm.architecture
         positions = architecture.position_ids(self._vlm.model, inputs)
-        outputs = self._vlm.model(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **architecture.forward_arguments(inputs),
-        )
+        text_model = architecture.text_model(self._vlm.model)
+        with self._evictor.watching(text_model, lambda: self._attachment.prompts):
+            outputs = self._vlm.model(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=1,
+                **architecture.forward_arguments(inputs),
+            )
         self._cache = outputs.cache
         # The text in front of the response has the same number on every axis.
         self._positions = positions.amax(dim=-1, keepdim=True)
@@ -79,12 +86,18 @@ class Response:
         self._lengths = [[lengths[row] for lengths in by_layer] for row in rows]
         work = [
             [
-                _causal(length, scored[row])
+                _causal(length, scored[row] + self._evictor.num_scores(length))
                 for length, scored in zip(self._lengths[row], scores, strict=True)
             ]
             for row in rows
         ]
-        self._charge(PREFILL, rows, work)
+        keys = [lengths[0] for lengths in self._lengths]
+        self._evicted = self._evictor.evict(self._cache, self._attachment.prompts)
+        if self._evicted is not None:
+            self._attachment.shortened(self._evicted.mask)
+            num_layers = self._vlm.geometry.num_layers
+            self._lengths = [[length] * num_layers for length in self._evicted.lengths]
+        self._charge(PREFILL, rows, work, keys)
         return outputs.logits[:, -1].float()
 
     def decode(self, position: int, is_active: Sequence[bool]) -> Tensor:
@@ -110,6 +123,7 @@ class Response:
             DECODE,
             rows,
             [[Work(1, n + self._num_fed[row]) for n in self._lengths[row]] for row in rows],
+            [self._lengths[row][0] + self._num_fed[row] for row in rows],
         )
         return outputs.logits[:, -1].float()
 
@@ -151,16 +165,15 @@ class Response:
             lead=0,
         )
 
-    def _charge(self, kind: str, rows: Sequence[int], work: Sequence[Sequence[Work]]) -> None:
+    def _charge(
+        self,
+        kind: str,
+        rows: Sequence[int],
+        work: Sequence[Sequence[Work]],
+        keys: Sequence[int],
+    ) -> None:
         self._meter.calls += 1
-        self._meter.charge(
-            VIEW,
-            kind,
-            list(rows),
-            work,
-            [self._lengths[row][0] + self._num_fed[row] for row in rows],
-            [1] * len(rows),
-        )
+        self._meter.charge(VIEW, kind, list(rows), work, keys, [1] * len(rows))
         number = next(self._vlm.model.parameters()).element_size()
         geometry = self._vlm.geometry
         per_layer = kv_bytes_per_token(geometry, number) // geometry.num_layers
@@ -178,10 +191,14 @@ class Response:
         ]
         forwards = tuple(1 + fed for fed in self._num_fed)
         prompts = self._attachment.prompts
+        evicted = self._evicted
         layer_visual = tuple(
             tuple(n - prompt.length + prompt.num_visual for n in self._lengths[row])
+            if evicted is None
+            else evicted.num_visual[row]
             for row, prompt in enumerate(prompts)
         )
+        has_layers = self._attachment.acts_between_layers or evicted is not None
         return Cost(
             flops=meter.flops,
             head_flops=meter.head_flops,
@@ -201,7 +218,7 @@ class Response:
             row_forwards=tuple(dict(counts) for counts in meter.row_forwards),
             row_view_flops=tuple(dict(flops) for flops in meter.row_view_flops),
             kept_visual_tokens=tuple(counts[-1] for counts in layer_visual),
-            layer_visual_tokens=layer_visual if self._attachment.acts_between_layers else (),
+            layer_visual_tokens=layer_visual if has_layers else (),
         )
 
 

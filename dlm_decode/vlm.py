@@ -27,6 +27,7 @@ from dlm_decode.samplers.base import Sampler
 from dlm_decode.settings import Settings, resolve_settings
 from dlm_decode.track import abort, make_tracker
 from dlm_decode.vision.base import AttentionStage, Stage, tower_needs
+from dlm_decode.vision.cache_stage import refuse_cache_stages
 from dlm_decode.vision.inside import InsideStage
 from dlm_decode.vision.packing import StageStack
 
@@ -192,6 +193,7 @@ class DiffusionVlm(BaseVlm):
         chosen_sampler = samplers.make(sampler)
         self.check_sampler(chosen_sampler)
         chosen_stages = vision.make_all(stages)
+        refuse_cache_stages(chosen_stages, "this is a diffusion model; use another stage")
         attention_stage = _attention_stage(chosen_stages)
         chosen_cache = _cache_policy(cache, chosen_sampler)
         inside = _inside_stages(chosen_stages, chosen_cache, self.geometry.num_layers)

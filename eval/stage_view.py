@@ -19,6 +19,7 @@ from dlm_decode.canvas import Prompt, VisualSpan
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.media import open_image
 from dlm_decode.vision.base import AttentionStage, Stage, tower_needs
+from dlm_decode.vision.cache_stage import CacheStage
 from dlm_decode.vision.inside import InsideStage
 from dlm_decode.vision.picture import Picture
 from dlm_decode.vision.specflow import SpecFlow
@@ -67,7 +68,7 @@ def panels_of(vlm: DiffusionVlm, stage: Stage, image: Any) -> list[Panel]:
         InvalidInputError: a stage that acts later, or a model without a processor.
         MediaError: an image that cannot be read.
     """
-    if isinstance(stage, (AttentionStage, InsideStage)):
+    if isinstance(stage, (AttentionStage, CacheStage, InsideStage)):
         raise InvalidInputError(
             f"stage {getattr(stage, 'name', type(stage).__name__)!r} acts while the language model "
             "runs; show draws stages that act before it, such as specflow."

@@ -237,7 +237,7 @@ def _cache_suite(settings: Settings) -> list[str]:
 
 
 def _stage_suite(reference: str) -> list[str]:
-    """Every vision stage that keeps a share of the visual tokens, at three shares, and LightKV.
+    """Every vision stage that keeps a share, and that the model can run, at three shares; LightKV.
 
     What stays keeps its rotary positions where the stage leaves the choice: small models have seen
     few others.
@@ -245,14 +245,15 @@ def _stage_suite(reference: str) -> list[str]:
     from dlm_decode import vision
     from dlm_decode.samplers.autoregressive import Autoregressive
     from dlm_decode.vision.base import AttentionStage
+    from dlm_decode.vision.cache_stage import CacheStage
 
+    refused = AttentionStage if reference == Autoregressive.name else CacheStage
     names = []
     for name in vision.names():
         knobs = {field.name for field in fields(vision.get(name))}  # type: ignore[arg-type]
         if "keep_ratio" not in knobs:
             continue
-        waits = isinstance(vision.make(f"{name}:keep_ratio=0.5"), AttentionStage)
-        if not waits or reference != Autoregressive.name:
+        if not isinstance(vision.make(f"{name}:keep_ratio=0.5"), refused):
             tail = ",positions=original" if "positions" in knobs else ""
             names += [f"{name}:keep_ratio={share}{tail}" for share in STAGE_SHARES]
     names.append("lightkv:windows=1,positions=original")

@@ -109,9 +109,9 @@ class Cost:
         row_view_flops: decoder FLOPs of each row by view.
         kept_visual_tokens: visual tokens per row that were still read when the response was done;
             fewer than `visual_tokens` where a stage pruned in between. With stages between layers,
-            those that the last layer reads.
+            those that the last layer reads; with one that shortens the cache, those left in it.
         layer_visual_tokens: visual tokens that each layer read in the newest forward with them, per
-            row; empty without stages between layers.
+            row; empty without stages between layers or on the cache.
     """
 
     flops: int

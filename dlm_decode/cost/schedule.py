@@ -12,6 +12,7 @@ from dlm_decode.cost.response import Schedule
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.registry import describe
 from dlm_decode.vision.base import AttentionStage, Stage
+from dlm_decode.vision.cache_stage import refuse_cache_stages
 from dlm_decode.vision.inside import InsideStage
 
 __all__ = ["schedule_of"]
@@ -33,10 +34,16 @@ def schedule_of(stages: Sequence[Stage], model: Published, text_tokens: int) -> 
 
     Raises:
         InvalidInputError: a negative number of text tokens, a stage that waits for a diffusion
-            model's response, or one that keeps a number of tokens that depends on the image.
+            model's response or shortens the cache, or one that keeps a number of tokens that
+            depends on the image.
     """
     if text_tokens < 0:
         raise InvalidInputError(f"text tokens must be at least 0, got {text_tokens}.")
+    refuse_cache_stages(
+        stages,
+        "the formulas here know prompts that are cached as they were read; run it, and read the "
+        "cost of the output",
+    )
     for stage in stages:
         if isinstance(stage, AttentionStage):
             raise InvalidInputError(

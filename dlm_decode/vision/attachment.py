@@ -25,6 +25,7 @@ from dlm_decode.models.autoregressive.base import Media
 from dlm_decode.models.autoregressive.tower import TowerAttention
 from dlm_decode.registry import describe
 from dlm_decode.vision.base import AttentionStage, Stage, tower_needs
+from dlm_decode.vision.cache_stage import refuse_cache_stages
 from dlm_decode.vision.inside import InsideStage, layout_of
 from dlm_decode.vision.layer_hooks import LayerReducer
 from dlm_decode.vision.placeholders import PromptRow, prompts_of
@@ -53,8 +54,9 @@ def attach(
 
     Raises:
         UnknownNameError: another kind of model, or an unknown stage.
-        InvalidInputError: a stage that only diffusion models can run, stages that are attached
-            already; while attached, inputs without ids or pictures that were encoded before.
+        InvalidInputError: a stage that only diffusion models can run, or that shortens the cache
+            behind the prefill (`CacheStage`); stages that are attached already; while attached,
+            inputs without ids or pictures that were encoded before.
 
     Example:
         ```python
@@ -62,7 +64,13 @@ def attach(
             ids = model.generate(**processor(images=image, text=text, return_tensors="pt"))
         ```
     """
-    attachment = Attachment(model, stages_for(stages))
+    chosen = stages_for(stages)
+    refuse_cache_stages(
+        chosen,
+        "transformers' own generate reads how far it is from the cache's length; use "
+        "dlm_decode.load(...).generate(stages=...)",
+    )
+    attachment = Attachment(model, chosen)
     if model in _attached:
         raise InvalidInputError(
             "this model has stages attached already; pass all of them to one attach(...)."
@@ -131,6 +139,7 @@ class Attachment:
         self._is_used = False
         self._ids: Tensor | None = None
         self._prefill: _Prefill | None = None
+        self._num_given, self._num_axes = 0, 1  # of the last prefill, see `_Prefill`
         inside = [stage for stage in self.stages if isinstance(stage, InsideStage)]
         num_layers = self.architecture.geometry.num_layers
         is_active = any(stage.layers(num_layers) for stage in inside)
@@ -155,6 +164,15 @@ class Attachment:
         if self._reducer is not None:
             return list(self._reducer.num_scores)
         return [(0,) * len(self.prompts)] * self.architecture.geometry.num_layers
+
+    def shortened(self, mask: Tensor) -> None:
+        """Lets decode steps go on from a prefill of which other columns are cached than were given.
+
+        Args:
+            mask: `(B, S)` long, 1 at what is cached of each row's prompt.
+        """
+        ends = torch.tensor([prompt.next_position for prompt in self.prompts], device=mask.device)
+        self._prefill = _Prefill(self._num_given, mask, ends, self._num_axes)
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -249,6 +267,8 @@ class Attachment:
         """Arguments that differ in a prefill."""
         self._prefill = None
         rows = self._rows(kwargs)
+        self._num_given = kwargs["inputs_embeds"].shape[1]
+        self._num_axes = rows[0].position_ids.shape[0] if rows[0].position_ids.dim() == 2 else 1
         self.given = self.prompts = tuple(
             prompts_of(
                 rows,
@@ -270,7 +290,7 @@ class Attachment:
             self._reducer.begin([layout_of(prompt) for prompt in self.prompts], padding)
         if is_same:
             return {}
-        num_axes = rows[0].position_ids.shape[0] if rows[0].position_ids.dim() == 2 else 1
+        num_axes = self._num_axes
         embeds = given.new_zeros(num_rows, length, given.shape[-1])
         mask = torch.zeros(num_rows, length, dtype=torch.long, device=given.device)
         positions = torch.zeros_like(mask).expand(num_axes, -1, -1).clone()
@@ -279,8 +299,7 @@ class Attachment:
             embeds[row, start:] = prompt.embeds.to(given.dtype)
             mask[row, start:] = 1
             positions[:, row, start:] = prompt.positions()
-        ends = torch.tensor([prompt.next_position for prompt in self.prompts], device=given.device)
-        self._prefill = _Prefill(given.shape[1], mask, ends, num_axes)
+        self.shortened(mask)
         return {
             "inputs_embeds": embeds,
             "attention_mask": mask,

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dlm_decode.errors import InvalidInputError
+from dlm_decode.vision.attention_look import looking_at
 from dlm_decode.vision.inside import InsideStage, RowLayout
 from dlm_decode.vision.layer_masks import Columns, decode_mask, prefill_mask
 from dlm_decode.vision.packing import Attended, Rows, StageStack
 
 __all__ = ["LayerReducer"]
-
-_LOOK = "dlm_decode_look"
-# What the attention of the layer that is running is shown to, and what it really is.
-_looking: ContextVar[tuple[Callable[..., None], str]] = ContextVar("looking")
-
-
-def _look(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """The model's own attention, and a look at its queries and keys."""
-    show, implementation = _looking.get()
-    show(query, key, kwargs.get("scaling"))
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    run = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)  # type: ignore[arg-type]
-    return run(module, query, key, value, *args, **kwargs)
 
 
 @dataclass
@@ -166,48 +148,13 @@ class LayerReducer:
 
         stack.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
         if index in self._stack.layers and self._stack.reads_attention(index):
-            stack.enter_context(self._look_at(layer.self_attn))
+            stack.enter_context(looking_at(layer.self_attn, self._show, self._is_prefill))
 
-    @contextmanager
-    def _look_at(self, attention: Any) -> Iterator[None]:
-        """Shows the layer's queries and keys to `_show` in every prefill."""
-        AttentionInterface.register(_LOOK, _look)
-        undo: list[Callable[[], None]] = []
+    def _is_prefill(self) -> bool:
+        return self._call is not None and self._call.is_prefill
 
-        def restore(*_: Any) -> None:
-            while undo:
-                undo.pop()()
-
-        def before(*_: Any) -> None:
-            if self._call is None or not self._call.is_prefill:
-                return
-            config = attention.config
-            own = config._attn_implementation
-            token = _looking.set((self._show, own))
-
-            def put_back() -> None:
-                config._attn_implementation = own
-                _looking.reset(token)
-
-            undo.append(put_back)
-            # Only while this one attention runs: the mask is made, and the others have theirs.
-            config._attn_implementation = _LOOK
-
-        hooks = (
-            attention.register_forward_pre_hook(before),
-            attention.register_forward_hook(restore, always_call=True),
-        )
-        try:
-            yield
-        finally:
-            restore()
-            for hook in hooks:
-                hook.remove()
-
-    def _show(self, query: Tensor, key: Tensor, scaling: float | None) -> None:
-        call = self._current()
-        factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-        call.attended = Attended(True, query, key, factor)
+    def _show(self, query: Tensor, key: Tensor, scaling: float) -> None:
+        self._current().attended = Attended(True, query, key, scaling)
 
     def _current(self) -> _Call:
         if self._call is None:

@@ -6,12 +6,13 @@ import zlib
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dlm_decode.vision import register_stage
 from dlm_decode.vision.knobs import check_count
 from dlm_decode.vision.picture import Choice, Picture, PictureStage
 
-__all__ = ["Random"]
+__all__ = ["Random", "generator_of"]
 
 
 @register_stage("random")
@@ -38,10 +39,13 @@ class Random(PictureStage):
 
     def choose(self, picture: Picture, count: int) -> Choice:
         """See `PictureStage`."""
-        first = picture.index[:1].cpu()
-        content = torch.cat([picture.text_ids.cpu(), first]).numpy().tobytes()
-        # The generator reads 32 bits of its seed, so both go into one number of that size.
-        number = zlib.crc32(content, zlib.crc32(str(self.seed).encode()))
-        generator = torch.Generator().manual_seed(number)
+        generator = generator_of(self.seed, picture.text_ids, picture.index[:1])
         kept = torch.randperm(picture.num_patches, generator=generator)[:count].sort().values
         return Choice(kept.to(picture.index.device))
+
+
+def generator_of(seed: int, *content: Tensor) -> torch.Generator:
+    """A generator that follows from a seed and what is drawn for: `(N,)` long tensors."""
+    data = torch.cat([part.cpu() for part in content]).numpy().tobytes()
+    # The generator reads 32 bits of its seed, so both go into one number of that size.
+    return torch.Generator().manual_seed(zlib.crc32(data, zlib.crc32(str(seed).encode())))
