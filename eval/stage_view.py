@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,18 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from dlm_decode.autoregressive import AutoregressiveVlm
 from dlm_decode.canvas import Prompt, VisualSpan
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.media import open_image
-from dlm_decode.vision.base import AttentionStage, Stage, tower_needs
+from dlm_decode.vision.base import AttentionStage, Stage, TowerNeed, tower_needs
 from dlm_decode.vision.cache_stage import CacheStage
 from dlm_decode.vision.inside import InsideStage
 from dlm_decode.vision.picture import Picture
 from dlm_decode.vision.specflow import SpecFlow
 
 if TYPE_CHECKING:
-    from dlm_decode.vlm import DiffusionVlm
+    from dlm_decode.base_vlm import BaseVlm
 
 __all__ = ["Panel", "panels_of", "save"]
 
@@ -53,7 +54,7 @@ class Panel:
 
 
 @torch.no_grad()
-def panels_of(vlm: DiffusionVlm, stage: Stage, image: Any) -> list[Panel]:
+def panels_of(vlm: BaseVlm, stage: Stage, image: Any) -> list[Panel]:
     """What a stage keeps of an image, one panel for each part; SpecFlow adds its energy and leaves.
 
     Kept patches are as they are and outlined, tokens that stand for several have another outline,
@@ -76,20 +77,11 @@ def panels_of(vlm: DiffusionVlm, stage: Stage, image: Any) -> list[Panel]:
     if vlm.processor is None:
         raise InvalidInputError(f"{vlm.name!r} has no processor that could prepare an image.")
     picture = open_image(image)
-    inputs = vlm.processor("?", images=[picture])
-    prompt = vlm.model.encode_prompt(
-        inputs.input_ids.to(vlm.device),
-        inputs.pixel_values,
-        inputs.image_sizes,
-        inputs.modalities,
-        needs=tower_needs([stage]),
-    )
+    prompt, tiles = _given(vlm, stage, picture)
     if hasattr(stage, "positions"):
         stage = replace(stage, positions="original")  # type: ignore[type-var]
     out = stage.before_lm(prompt)
     (span,) = prompt.spans
-    (pixels,) = inputs.pixel_values or ()
-    tiles = [_shown(tile) for tile in (pixels[None] if pixels.dim() == 3 else pixels)]
     kept, merged = _where(prompt, out, span)
     panels = []
     for number, (start, rows, columns, has_newline) in enumerate(span.sections):
@@ -111,6 +103,36 @@ def panels_of(vlm: DiffusionVlm, stage: Stage, image: Any) -> list[Panel]:
         if isinstance(stage, SpecFlow):
             panels.append(_energy_panel(stage, Picture.of(prompt, span), number, base))
     return panels
+
+
+def _given(vlm: BaseVlm, stage: Stage, picture: Image.Image) -> tuple[Prompt, list[Image.Image]]:
+    """The prompt that the stage is given, and what the tower saw of the image, part by part."""
+    if isinstance(vlm, AutoregressiveVlm):
+        seen = _Seen(tuple(tower_needs([stage])))
+        vlm.generate("?", images=[picture], stages=[seen], gen_length=1)
+        return seen.prompts[0], [picture]
+    inputs = vlm.processor("?", images=[picture])
+    prompt = vlm.model.encode_prompt(
+        inputs.input_ids.to(vlm.device),
+        inputs.pixel_values,
+        inputs.image_sizes,
+        inputs.modalities,
+        needs=tower_needs([stage]),
+    )
+    (pixels,) = inputs.pixel_values or ()
+    return prompt, [_shown(tile) for tile in (pixels[None] if pixels.dim() == 3 else pixels)]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A stage that changes nothing and keeps what it was shown."""
+
+    tower_needs: tuple[TowerNeed, ...]
+    prompts: list[Prompt] = field(default_factory=list)
+
+    def before_lm(self, prompt: Prompt) -> Prompt:
+        self.prompts.append(prompt)
+        return prompt
 
 
 def _where(prompt: Prompt, out: Prompt, span: VisualSpan) -> tuple[set[int], set[int]]:

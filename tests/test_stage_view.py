@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 from test_vlm import picture
 
+import dlm_decode
 from dlm_decode.cli import main
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.eval.stage_view import panels_of
@@ -27,6 +28,14 @@ def test_panels_count_what_is_kept(vlm):
     assert "leaves" in energy[1].title
     with pytest.raises(InvalidInputError, match="acts while the language model runs"):
         panels_of(vlm, make("redvtp"), picture())
+
+
+def test_panels_of_an_autoregressive_model():
+    tiny = dlm_decode.load("tiny-ar")
+    panels = panels_of(tiny, make("specflow:keep_ratio=0.25,sinks=none"), picture(96, 96))
+    assert len(panels) == 2
+    assert len(panels[0].frames) == 144 // 4
+    assert len(panels[0].frames) + len(panels[0].shades) == 144
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "html"])
