@@ -186,7 +186,6 @@ def test_specflow_table_7(kept):
     assert fastv.total / 1e12 == pytest.approx(1.64, rel=0.03)
 
 
-@pytest.mark.skipif("specflow" not in vision.names(), reason="no stage of that name is installed")
 def test_specflow_table_7_with_its_stages():
     for line in lines_of(table("specflow-7")):
         assert abs(line.error) < 0.03, line
