@@ -21,6 +21,7 @@ __all__ = [
     "TowerNeed",
     "check_keep_ratio",
     "keep_positions",
+    "num_kept",
     "replace_spans",
     "tower_needs",
 ]
@@ -184,3 +185,8 @@ def check_keep_ratio(value: float) -> None:
     """Raises `InvalidInputError` unless `value` lies in (0, 1]."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise InvalidInputError(f"keep_ratio must be above 0 and at most 1, got {value!r}.")
+
+
+def num_kept(count: int, keep_ratio: float) -> int:
+    """How many of an image's `count` tokens stay; halves go to the even number, at least one."""
+    return min(count, max(1, round(count * keep_ratio)))

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.vision import register_stage
-from dlm_decode.vision.base import check_keep_ratio
-from dlm_decode.vision.fastv import num_kept, strongest
+from dlm_decode.vision.base import check_keep_ratio, num_kept
+from dlm_decode.vision.fastv import strongest
 from dlm_decode.vision.inside import InsideBase, LayerView, Reduction
 from dlm_decode.vision.knobs import check_count, check_layers
 

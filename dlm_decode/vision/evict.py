@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dlm_decode.vision import register_stage
-from dlm_decode.vision.base import check_keep_ratio
+from dlm_decode.vision.base import check_keep_ratio, num_kept
 from dlm_decode.vision.cache_stage import CacheBase, CacheView, Eviction
-from dlm_decode.vision.fastv import num_kept, strongest
+from dlm_decode.vision.fastv import strongest
 from dlm_decode.vision.knobs import check_count
 from dlm_decode.vision.random import generator_of
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dlm_decode.errors import InvalidInputError
 from dlm_decode.vision import register_stage
-from dlm_decode.vision.base import check_keep_ratio
+from dlm_decode.vision.base import check_keep_ratio, num_kept
 from dlm_decode.vision.inside import InsideBase, LayerView, Reduction
 from dlm_decode.vision.knobs import check_choice, check_count, check_layers
 
-__all__ = ["FastV", "Rows", "num_kept", "query_rows", "strongest"]
+__all__ = ["FastV", "Rows", "query_rows", "strongest"]
 
 Rows = Literal["last", "text_mean", "mask_mean"]
 
@@ -93,11 +93,6 @@ class FastV(InsideBase):
     ) -> int | None:
         """See `InsideStage`."""
         return num_images * num_kept(num_visual // max(1, num_images), self.keep_ratio)
-
-
-def num_kept(count: int, keep_ratio: float) -> int:
-    """How many of an image's `count` tokens stay; halves go to the even number."""
-    return min(count, max(1, round(count * keep_ratio)))
 
 
 def strongest(scores: Tensor, candidates: Tensor, count: int) -> Tensor:

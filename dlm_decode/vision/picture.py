@@ -17,6 +17,7 @@ from dlm_decode.vision.base import (
     SpanTokens,
     TowerNeed,
     check_keep_ratio,
+    num_kept,
     replace_spans,
 )
 from dlm_decode.vision.knobs import check_choice, check_count
@@ -142,7 +143,7 @@ class PictureStage(ABC):
         """Tokens that stay of so many patches."""
         if self.keep_tokens is not None:
             return min(self.keep_tokens, num_patches)
-        return max(1, round((self.keep_ratio or 1) * num_patches))
+        return num_kept(num_patches, self.keep_ratio or 1)
 
     def before_lm(self, prompt: Prompt) -> Prompt:
         """The prompt with the chosen tokens only; the prompt itself where nothing goes."""

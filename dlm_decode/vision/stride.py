@@ -8,7 +8,7 @@ import torch
 
 from dlm_decode.canvas import Prompt
 from dlm_decode.vision import register_stage
-from dlm_decode.vision.base import check_keep_ratio, keep_positions
+from dlm_decode.vision.base import check_keep_ratio, keep_positions, num_kept
 
 __all__ = ["Stride"]
 
@@ -36,7 +36,7 @@ class Stride:
             return prompt
         keep = torch.zeros_like(prompt.is_visual)
         for span in prompt.spans:
-            num_kept = max(1, round(self.keep_ratio * span.length))
-            picks = torch.arange(num_kept, device=keep.device) * span.length // num_kept
+            count = num_kept(span.length, self.keep_ratio)
+            picks = torch.arange(count, device=keep.device) * span.length // count
             keep[span.start + picks] = True
         return keep_positions(prompt, keep)
