@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from dlm_decode.errors import InvalidInputError
-from dlm_decode.inputs import media_of_row
-from dlm_decode.media import open_image
+from dlm_decode.inputs import check_question, open_media_of_row
 from dlm_decode.settings import Settings
-from dlm_decode.video import open_video
 
 if TYPE_CHECKING:
     from dlm_decode.models.autoregressive.base import Architecture
@@ -79,25 +77,11 @@ def batch_from_text(
         raise InvalidInputError("prompt is an empty list; pass at least one question.")
     rows, questions = [], []
     for index, question in enumerate(prompts):
-        if not isinstance(question, str) or not question.strip():
-            raise InvalidInputError(
-                f"prompt {index} is {'empty' if question == '' else repr(question)}; "
-                "pass the question as non-empty text."
-            )
-        row_images = media_of_row(images, index, len(prompts), is_batch, "images")
-        row_videos = media_of_row(videos, index, len(prompts), is_batch, "videos")
-        clips = [
-            open_video(video, settings.frame_sampling, is_timed=is_timed) for video in row_videos
-        ]
-        notes = [clip.time_instruction() for clip in clips] if settings.time_instruction else []
-        rows.append(
-            processor(
-                question,
-                [open_image(image) for image in row_images],
-                clips,
-                video_notes=notes,
-            )
+        check_question(question, index)
+        row_images, clips, notes = open_media_of_row(
+            images, videos, index, len(prompts), is_batch, settings, is_timed
         )
+        rows.append(processor(question, row_images, clips, video_notes=notes))
         questions.append((question, [clip.to_dict() for clip in clips]))
     inputs: dict[str, Any] = _padded([row.input_ids for row in rows], pad_id)
     for name in dict.fromkeys(name for row in rows for name in row.tensors):

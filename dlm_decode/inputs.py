@@ -17,8 +17,11 @@ from dlm_decode.video import open_video
 from dlm_decode.vision.base import TowerNeed
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from dlm_decode.models.base import DiffusionModel
     from dlm_decode.models.processing import VlmProcessor
+    from dlm_decode.video import Clip
 
 __all__ = [
     "RowInput",
@@ -92,20 +95,13 @@ def rows_from_text(
     rows = []
     drops_token = settings.quirks.drops_token_after_image
     for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise InvalidInputError(
-                f"prompt {index} is {'empty' if prompt == '' else repr(prompt)}; "
-                "pass the question as non-empty text."
-            )
-        row_images = media_of_row(images, index, len(prompts), is_batch, "images")
-        row_videos = media_of_row(videos, index, len(prompts), is_batch, "videos")
-        clips = [
-            open_video(video, settings.frame_sampling, is_timed=is_timed) for video in row_videos
-        ]
-        notes = [clip.time_instruction() for clip in clips] if settings.time_instruction else []
+        check_question(prompt, index)
+        row_images, clips, notes = open_media_of_row(
+            images, videos, index, len(prompts), is_batch, settings, is_timed
+        )
         inputs = processor(
             prompt,
-            images=[open_image(image) for image in row_images],
+            images=row_images,
             videos=[clip.frames for clip in clips],
             video_notes=notes,
             think_mode=settings.think_mode,
@@ -123,6 +119,39 @@ def rows_from_text(
             )
         )
     return rows
+
+
+def check_question(prompt: Any, index: int) -> None:
+    """Raises `InvalidInputError` unless row `index` has a question."""
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise InvalidInputError(
+            f"prompt {index} is {'empty' if prompt == '' else repr(prompt)}; "
+            "pass the question as non-empty text."
+        )
+
+
+def open_media_of_row(
+    images: Any,
+    videos: Any,
+    index: int,
+    num_rows: int,
+    is_batch: bool,
+    settings: Settings,
+    is_timed: bool,
+) -> tuple[list[Image.Image], list[Clip], list[str]]:
+    """A row's images, its videos, and what the prompt says about the times of their frames.
+
+    Arguments are those of `rows_from_text` and `media_of_row`.
+
+    Raises:
+        InvalidInputError: as many media entries as rows are not there.
+        MediaError: an image or video that cannot be read.
+    """
+    row_images = media_of_row(images, index, num_rows, is_batch, "images")
+    row_videos = media_of_row(videos, index, num_rows, is_batch, "videos")
+    clips = [open_video(video, settings.frame_sampling, is_timed=is_timed) for video in row_videos]
+    notes = [clip.time_instruction() for clip in clips] if settings.time_instruction else []
+    return [open_image(image) for image in row_images], clips, notes
 
 
 def media_of_row(media: Any, row: int, num_rows: int, is_batch: bool, name: str) -> list[Any]:
