@@ -17,7 +17,7 @@ from dlm_decode.eval.clips import (
     ClipObject,
     generate_clip,
 )
-from dlm_decode.eval.kinds import LETTERS, check_kinds
+from dlm_decode.eval.kinds import LETTERS, first_of
 from dlm_decode.eval.scenes import CELL_NAMES, CELL_SIZE, COLOURS, SHAPES, Split
 
 __all__ = [
@@ -30,8 +30,6 @@ __all__ = [
     "practice",
     "score",
 ]
-
-_FIRST_CALIBRATION_SEED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -195,9 +193,6 @@ def first_samples(
 ) -> Iterator[ClipSample]:
     """The first `count` questions of a split, clip after clip.
 
-    Training clips are counted from number 1,000,000 on, far behind those that training draws, so
-    that the model has not learned them by heart.
-
     Args:
         count: how many.
         kinds: only these; every kind by default.
@@ -207,14 +202,7 @@ def first_samples(
         UnknownNameError: a kind that does not exist.
         InvalidInputError: no kind at all.
     """
-    check_kinds(kinds, tuple(KINDS))
-    seed = 0 if split == "heldout" else _FIRST_CALIBRATION_SEED
-    while count > 0:
-        for sample in clip_samples(seed, split):
-            if (kinds is None or sample.kind in kinds) and count > 0:
-                count -= 1
-                yield sample
-        seed += 1
+    return first_of(lambda seed: clip_samples(seed, split), count, kinds, tuple(KINDS), split)
 
 
 def clip_vocabulary() -> list[str]:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count as count_from
+from itertools import islice
+from typing import Protocol, TypeVar
 
 from dlm_decode.errors import InvalidInputError, UnknownNameError
+from dlm_decode.eval.scenes import Split
 
-__all__ = ["LETTERS", "check_kinds"]
+__all__ = ["LETTERS", "check_kinds", "first_of"]
 
 LETTERS = "abcd"
 """Letters of the options of a choice, in order."""
+
+_FIRST_CALIBRATION_SEED = 1_000_000
+
+
+class _Kind(Protocol):
+    @property
+    def kind(self) -> str: ...
+
+
+S = TypeVar("S", bound=_Kind)
 
 
 def check_kinds(kinds: Sequence[str] | None, known: Sequence[str]) -> tuple[str, ...] | None:
@@ -29,3 +43,32 @@ def check_kinds(kinds: Sequence[str] | None, known: Sequence[str]) -> tuple[str,
             f"kinds is empty; name at least one of {', '.join(known)}, or leave it out."
         )
     return tuple(kind for kind in known if kind in kinds)
+
+
+def first_of(
+    samples_of: Callable[[int], Sequence[S]],
+    count: int,
+    kinds: Sequence[str] | None,
+    known: Sequence[str],
+    split: Split,
+) -> Iterator[S]:
+    """The first `count` questions of a split, one picture or clip after the other.
+
+    Those of training are counted from number 1,000,000 on, far behind what training draws by
+    default, so that the model has not learned them by heart.
+
+    Args:
+        samples_of: all questions about the picture or clip of a number.
+        count: how many.
+        kinds: only these; every kind by default.
+        known: kinds that there are.
+        split: of the pictures or clips.
+
+    Raises:
+        UnknownNameError: a kind that is not among `known`.
+        InvalidInputError: no kind at all.
+    """
+    check_kinds(kinds, known)
+    first = 0 if split == "heldout" else _FIRST_CALIBRATION_SEED
+    samples = (sample for seed in count_from(first) for sample in samples_of(seed))
+    return islice((s for s in samples if kinds is None or s.kind in kinds), max(0, count))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image
 
-from dlm_decode.eval.kinds import LETTERS, check_kinds
+from dlm_decode.eval.kinds import LETTERS, first_of
 from dlm_decode.eval.scenes import (
     CELL_NAMES,
     COLOURS,
@@ -38,7 +38,6 @@ __all__ = [
 
 REFUSAL = "i can not tell , this is not a scene i know ."
 _NUMBERS = ("no", "1", "2", "3", "4", "5")
-_FIRST_CALIBRATION_SEED = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -371,9 +370,6 @@ def first_samples(
 ) -> Iterator[SceneSample]:
     """The first `count` questions of a split, scene after scene.
 
-    Training scenes are counted from number 1,000,000 on, far behind those that `train-tiny` draws
-    by default, so that the model has not learned them by heart.
-
     Args:
         count: how many.
         kinds: only these; every key of `KINDS` (and `"photo"`) by default.
@@ -383,15 +379,8 @@ def first_samples(
         UnknownNameError: a kind that does not exist.
         InvalidInputError: no kind at all.
     """
-    check_kinds(kinds, ALL_KINDS)
     extra = [kind for kind in kinds or () if kind in EXTRA_KINDS]
-    seed = 0 if split == "heldout" else _FIRST_CALIBRATION_SEED
-    while count > 0:
-        for sample in scene_samples(seed, split, extra):
-            if (kinds is None or sample.kind in kinds) and count > 0:
-                count -= 1
-                yield sample
-        seed += 1
+    return first_of(lambda seed: scene_samples(seed, split, extra), count, kinds, ALL_KINDS, split)
 
 
 def heldout_samples(count: int, kinds: Sequence[str] | None = None) -> Iterator[SceneSample]:
